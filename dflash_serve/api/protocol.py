@@ -1,0 +1,107 @@
+"""The line between the HTTP side (ingress) and the text side (replica).
+
+The ingress parses OpenAI requests into `GenerationRequest`, draws what the client left out (the
+seed), and shapes `Delta`s into OpenAI responses. The replica owns tokenizer, detokeniser, stop
+strings and engine. Everything here is plain data, so it crosses a Ray handle as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from dflash_serve.engine.messages import EngineInfo, EngineStats
+from dflash_serve.sampling import SamplingParams
+
+__all__ = ["Backend", "Delta", "GenerationRequest", "ReplicaStatus"]
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice to generate.
+
+    Attributes:
+        request_id: unique; also the abort key.
+        model: name the client asked for.
+        messages: chat messages as the template takes them, or None for a completion.
+        prompt: completion prompt as text or token ids, or None for a chat.
+        params: sampling parameters, seed included. `max_tokens` 0 means "whatever still fits".
+        stop: strings that end the request; they are not part of the output.
+        emitted_ids: output ids the client already has (a continued request).
+    """
+
+    request_id: str
+    model: str
+    params: SamplingParams
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    stop: tuple[str, ...] = ()
+    emitted_ids: list[int] = []
+    cache_salt: str = ""
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What one engine step added to one choice, after stop strings and UTF-8 were settled.
+
+    Attributes:
+        text: new text; never half a character, never a part of a stop string.
+        token_ids: ids counted as delivered by this delta. Summed over a request they are
+            exactly `usage.completion_tokens`.
+        finish_reason: None until the last delta.
+        prompt_ids: the tokenised prompt; on the first delta only.
+        cached_tokens: prompt tokens found in the prefix cache; on the first delta only.
+    """
+
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: Literal["stop", "length"] | None = None
+    prompt_ids: list[int] | None = None
+    cached_tokens: int | None = None
+    drafted: int = 0
+    accepted: int = 0
+
+
+class ReplicaStatus(msgspec.Struct, kw_only=True):
+    """One replica's answer for /server_info and /metrics.
+
+    Attributes:
+        replica: names this replica among those of its model; the `engine` label of its metrics.
+        stats: the engine's counters, with `finished` counted as the client saw the end.
+        outstanding: requests submitted and not yet finished.
+        step_age_s: seconds since the last step while work is pending; 0 when idle.
+    """
+
+    model: str
+    replica: str = "0"
+    info: EngineInfo
+    stats: EngineStats
+    config: dict[str, Any]
+    outstanding: int = 0
+    step_age_s: float = 0.0
+
+
+class Backend(Protocol):
+    """What the HTTP application needs; a local engine or Ray Serve handles implement it."""
+
+    def models(self) -> list[str]:
+        """Names served, in configured order."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Stream one choice. Leaving the iteration early aborts it.
+
+        Raises:
+            RequestError: the request cannot be served as given (HTTP 400, 404).
+            OverloadedError: no room now (HTTP 429).
+            EngineDeadError: the engine died (HTTP 503).
+        """
+
+    async def status(self) -> list[ReplicaStatus]:
+        """One entry per reachable replica."""
+
+    async def check_health(self) -> None:
+        """Pass when every model can make progress.
+
+        Raises:
+            EngineDeadError, EngineStalledError: as the engine says.
+        """

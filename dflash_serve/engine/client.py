@@ -1,0 +1,284 @@
+"""The front end's view of a running engine: submit, stream, abort, health (no torch).
+
+`EngineClient` owns one background thread that reads reports and hands every event to its
+request's listener. `stream` is the asyncio face of it, `collect` the blocking one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from dflash_serve import errors
+from dflash_serve.engine.messages import (
+    Abort,
+    Command,
+    EngineInfo,
+    EngineStats,
+    Report,
+    Shutdown,
+    Submit,
+    TokenEvent,
+)
+from dflash_serve.errors import DFlashError, EngineDeadError, EngineStalledError, RequestError
+from dflash_serve.log import get_logger
+
+__all__ = ["EngineClient", "Executor", "Port"]
+
+logger = get_logger(__name__)
+_POLL_S = 0.2
+
+
+class Port(Protocol):
+    """Front-end end of the channel to rank 0."""
+
+    def send(self, commands: list[Command]) -> None:
+        """Queue commands for rank 0's next step; never blocks."""
+
+    def receive(self, timeout_s: float) -> Report | None:
+        """Next report, or None when none came in time."""
+
+    def close(self) -> None:
+        """Release the channel."""
+
+
+class Executor(Protocol):
+    """Starts the ranks of one engine and watches over them."""
+
+    def start(self) -> Port:
+        """Start every rank; rank 0 will send a first report with `info` once all are ready."""
+
+    def failure(self) -> str | None:
+        """Why the gang is dead, or None while every rank lives."""
+
+    def shutdown(self) -> None:
+        """End every rank; idempotent."""
+
+
+class EngineClient:
+    """A started engine.
+
+    Args:
+        executor: not yet started; this object starts it and shuts it down.
+        start_timeout_s: seconds until rank 0 must have reported ready.
+        hang_timeout_s: seconds without a report, while requests are in flight, after which
+            `check_health` fails.
+
+    Raises:
+        ConfigError: what rank 0 refused to load.
+        EngineDeadError: a rank died while loading, or the deadline passed.
+    """
+
+    def __init__(
+        self, executor: Executor, *, start_timeout_s: float = 600.0, hang_timeout_s: float = 30.0
+    ) -> None:
+        self._executor = executor
+        self._hang_timeout_s = hang_timeout_s
+        self._listeners: dict[str, Callable[[TokenEvent], None]] = {}
+        self._lock = threading.Lock()
+        self._dead: str | None = None
+        self._stats = EngineStats()
+        self._last_progress = time.monotonic()
+        self._closing = threading.Event()
+        self._port = executor.start()
+        try:
+            self.info: EngineInfo = self._await_ready(start_timeout_s)
+        except BaseException:
+            executor.shutdown()
+            self._port.close()
+            raise
+        self._thread = threading.Thread(target=self._read_reports, name="engine-reports")
+        self._thread.daemon = True
+        self._thread.start()
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def stream(self, submit: Submit) -> AsyncIterator[TokenEvent]:
+        """Run one request; yields one event per step, the last with a finish reason.
+
+        Leaving the iteration early, cancellation included, aborts the request.
+
+        Raises:
+            EngineDeadError: the engine died before the request finished.
+            RequestError: the request id is in flight already.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._submit(submit, lambda e: _post(loop, events, e))
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                finished = event.finish_reason is not None
+                self._raise_if_died(event)
+                yield event
+        finally:
+            if not finished:
+                self.abort(submit.request_id)
+
+    def collect(
+        self, submits: Sequence[Submit], on_event: Callable[[TokenEvent], None] | None = None
+    ) -> dict[str, list[TokenEvent]]:
+        """Run requests to their end, blocking; returns each request's events in order.
+
+        Raises:
+            EngineDeadError: the engine died before all finished.
+        """
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        result: dict[str, list[TokenEvent]] = {s.request_id: [] for s in submits}
+        for submit in submits:
+            self._submit(submit, events.put)
+        open_requests = set(result)
+        while open_requests:
+            event = events.get()
+            self._raise_if_died(event)
+            result[event.request_id].append(event)
+            if on_event is not None:
+                on_event(event)
+            if event.finish_reason is not None:
+                open_requests.discard(event.request_id)
+        return result
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its stream ends with finish_reason "abort". Idempotent."""
+        if self._dead is None:
+            self._port.send([Abort(request_id)])
+
+    # -- state ------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters as of the last report."""
+        return self._stats
+
+    @property
+    def outstanding(self) -> int:
+        """Requests submitted and not yet finished, by this side's count."""
+        return len(self._listeners)
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the last report while work is pending; 0 when idle."""
+        return time.monotonic() - self._last_progress if self._listeners else 0.0
+
+    def check_health(self) -> None:
+        """Pass while the engine lives and, with work pending, completes steps.
+
+        Raises:
+            EngineDeadError: a rank died or the engine was shut down.
+            EngineStalledError: no step completed within the hang timeout.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        if self.step_age_s > self._hang_timeout_s:
+            raise EngineStalledError(
+                f"{self.outstanding} requests are pending and no step has completed for "
+                f"{self.step_age_s:.1f} s (limit {self._hang_timeout_s} s)"
+            )
+
+    def shutdown(self) -> None:
+        """Stop the ranks and fail whatever is still in flight. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._dead is None:
+            self._port.send([Shutdown()])
+        self._thread.join(timeout=5.0)
+        self._executor.shutdown()
+        self._die("the engine was shut down")
+        self._port.close()
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _submit(self, submit: Submit, listener: Callable[[TokenEvent], None]) -> None:
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            if submit.request_id in self._listeners:
+                raise RequestError(
+                    f"request id {submit.request_id!r} is in flight already; use another",
+                    "request_id",
+                )
+            if not self._listeners:
+                self._last_progress = time.monotonic()
+            self._listeners[submit.request_id] = listener
+        self._port.send([submit])
+
+    def _await_ready(self, timeout_s: float) -> EngineInfo:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            report = self._port.receive(_POLL_S)
+            if report is not None and report.fatal is not None:
+                raise _startup_error(report.fatal)
+            if report is not None and report.info is not None:
+                return report.info
+            failure = self._executor.failure()
+            if report is None and failure is not None:
+                raise EngineDeadError(failure)
+        raise EngineDeadError(f"the engine was not ready within {timeout_s:.0f} s")
+
+    def _read_reports(self) -> None:
+        while not self._closing.is_set():
+            report = self._port.receive(_POLL_S)
+            if report is not None:
+                self._apply(report)
+            failure = self._executor.failure()
+            if failure is not None and not self._closing.is_set():
+                self._die(failure)
+                return
+
+    def _apply(self, report: Report) -> None:
+        self._last_progress = time.monotonic()
+        if report.stats is not None:
+            self._stats = report.stats
+        for event in report.events:
+            if event.finish_reason is not None:
+                with self._lock:
+                    listener = self._listeners.pop(event.request_id, None)
+            else:
+                listener = self._listeners.get(event.request_id)
+            if listener is not None:
+                listener(event)
+        if report.fatal is not None:
+            self._die(report.fatal)
+
+    def _die(self, reason: str) -> None:
+        with self._lock:
+            if self._dead is None:
+                self._dead = reason
+                if not self._closing.is_set():
+                    logger.error("the engine is dead: %s", reason)
+            listeners, self._listeners = self._listeners, {}
+        for request_id, listener in listeners.items():
+            listener(TokenEvent(request_id=request_id, finish_reason="error", error=_DEAD + reason))
+
+    def _raise_if_died(self, event: TokenEvent) -> None:
+        if event.error is not None and event.error.startswith(_DEAD):
+            raise EngineDeadError(event.error.removeprefix(_DEAD))
+
+
+def _startup_error(fatal: str) -> DFlashError:
+    """What rank 0 said before it was ready, as the error it was there."""
+    name, _, text = fatal.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ConfigError):
+        return kind(text)
+    return EngineDeadError(fatal)
+
+
+_DEAD = "\0engine dead: "
+"""Marks events made here for requests that an engine took down with it."""
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[TokenEvent], event: TokenEvent
+) -> None:
+    """Hand an event to an event loop that may have closed since the request was made."""
+    try:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+    except RuntimeError:
+        logger.debug("the listener's loop is closed; event of %s dropped", event.request_id)

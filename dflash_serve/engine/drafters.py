@@ -1,0 +1,129 @@
+"""Who proposes the tokens that a step verifies.
+
+The engine drafts with `DFlashDrafter`. Tests put another drafter into the same seam: verification
+hides every fault of a draft, so only drafters with a known behaviour reach all accepted lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_serve.cache.paged import PagedKV
+from dflash_serve.kernels.block import block_ids
+from dflash_serve.models.decoder import DenseDecoder
+from dflash_serve.models.dflash import DFlashDraft
+from dflash_serve.models.layers import RowBatch
+from dflash_serve.parallel.group import Group
+from dflash_serve.parallel.pick import RowSampling, pick
+
+__all__ = ["DFlashDrafter", "DecodeBlock", "Drafter", "head_rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBlock:
+    """One decode batch as a drafter sees it.
+
+    Attributes:
+        slots, anchor: [B].
+        batch: where the B · g rows stand.
+        sampling: parameters of the B · (g − 1) proposals.
+        noise: their noise on this rank, [B · (g − 1), valid ids], or None when all are greedy.
+    """
+
+    slots: Tensor
+    anchor: Tensor
+    batch: RowBatch
+    sampling: RowSampling
+    noise: Tensor | None
+
+
+class Drafter(Protocol):
+    """Proposes d_1…d_{g−1} for every request of a batch."""
+
+    def propose(self, block: DecodeBlock) -> Tensor:
+        """[B, g − 1] ids. Whatever they are, the output stays the target's."""
+
+
+class DFlashDrafter:
+    """The draft model with the target's embedding and head.
+
+    Args:
+        mask_id: id that stands for "to be predicted".
+        scale: factor on the draft's logits.
+        logits_rows: most rows sent through the head at once.
+    """
+
+    def __init__(
+        self,
+        draft: DFlashDraft,
+        target: DenseDecoder,
+        kv: PagedKV,
+        group: Group,
+        mask_id: int,
+        scale: float,
+        logits_rows: int,
+    ) -> None:
+        self._draft = draft
+        self._target = target
+        self._kv = kv
+        self._group = group
+        self._mask_id = mask_id
+        self._scale = scale
+        self._logits_rows = logits_rows
+
+    def propose(self, block: DecodeBlock) -> Tensor:
+        """Row j ≥ 1 of the block predicts the token at its own position."""
+        rows = block.batch.rows
+        ids = block_ids(block.anchor, rows, self._mask_id)
+        hidden = self._draft(self._target.embed(ids.flatten()), block.batch, self._kv)
+        hidden = hidden.view(-1, rows, hidden.shape[-1])[:, 1:].flatten(0, 1)
+        drafted, _ = head_rows(
+            self._target,
+            hidden,
+            block.sampling,
+            self._group,
+            noise=block.noise,
+            limit=self._logits_rows,
+            scale=self._scale,
+            truncate=False,
+        )
+        return drafted.view(-1, rows - 1)
+
+
+def head_rows(
+    target: DenseDecoder,
+    hidden: Tensor,
+    sampling: RowSampling,
+    group: Group,
+    *,
+    noise: Tensor | None,
+    limit: int,
+    scale: float = 1.0,
+    truncate: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Head product and pick of [R, H] rows, at most `limit` rows at once.
+
+    Returns:
+        ids [R] and faults [R], as `parallel.pick.pick`.
+    """
+    parts = []
+    for first in range(0, hidden.shape[0], limit):
+        some = slice(first, first + limit)
+        parts.append(
+            pick(
+                target.head.apply(hidden[some]),
+                sampling.rows(some),
+                target.head.shard,
+                group,
+                noise=None if noise is None else noise[some],
+                scale=scale,
+                truncate=truncate,
+            )
+        )
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([faults for _, faults in parts])

@@ -1,0 +1,60 @@
+"""Executor of one rank in a thread of this process: no other process, no sockets."""
+
+from __future__ import annotations
+
+import threading
+
+from dflash_serve.config import EngineConfig
+from dflash_serve.engine.client import Port
+from dflash_serve.engine.messages import Report, Shutdown
+from dflash_serve.engine.pair import Pair, load_pair
+from dflash_serve.engine.rank import OnReady, serve_rank_zero, set_threads
+from dflash_serve.engine.transport import QueueChannel
+from dflash_serve.log import get_logger
+from dflash_serve.parallel.group import Single
+
+__all__ = ["InprocExecutor"]
+
+logger = get_logger(__name__)
+
+
+class InprocExecutor:
+    """Loads in `start`, so that config errors reach the caller as they are.
+
+    Args:
+        config: tensor_parallel_size must be 1.
+        on_ready: see `OnReady`.
+    """
+
+    def __init__(self, config: EngineConfig, on_ready: OnReady | None = None) -> None:
+        self._config = config
+        self._on_ready = on_ready
+        self._channel = QueueChannel()
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def start(self) -> Port:
+        set_threads(self._config)
+        pair = load_pair(self._config, Single())
+        self._thread = threading.Thread(
+            target=self._run, args=(pair,), name="engine-loop", daemon=True
+        )
+        self._thread.start()
+        return self._channel
+
+    def _run(self, pair: Pair) -> None:
+        try:
+            serve_rank_zero(self._config, pair, self._channel.mailbox, on_ready=self._on_ready)
+        except Exception as error:
+            logger.exception("the engine loop failed")
+            self._failure = f"{type(error).__name__}: {error}"
+            self._channel.mailbox.send(Report(fatal=self._failure))
+
+    def failure(self) -> str | None:
+        return self._failure
+
+    def shutdown(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._channel.send([Shutdown()])
+            self._thread.join(timeout=30.0)
+        self._thread = None

@@ -1,0 +1,197 @@
+"""A loaded target with its draft: one rank's parameters and pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from dflash_serve.cache.paged import PagedKV
+from dflash_serve.config import EngineConfig
+from dflash_serve.engine.checks import (
+    PairSettings,
+    check_budget,
+    num_pages,
+    resolve_device,
+    resolve_pair,
+)
+from dflash_serve.errors import CheckpointError
+from dflash_serve.model_config import TransformerConfig
+from dflash_serve.models.decoder import DenseDecoder
+from dflash_serve.models.dflash import DFlashDraft
+from dflash_serve.models.loader import Checkpoint, check, load
+from dflash_serve.models.registry import target_class
+from dflash_serve.models.weights import Piece, WeightPlan
+from dflash_serve.parallel.group import Group, Single
+from dflash_serve.parallel.shard import HeadShard, VocabShard
+
+__all__ = ["Pair", "load_pair", "prepare"]
+
+_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass
+class Pair:
+    """Models and pages of one rank.
+
+    Attributes:
+        settings: everything that was decided about the pair before loading.
+        draft, draft_kv: None for plain decoding.
+    """
+
+    settings: PairSettings
+    group: Group
+    device: torch.device
+    target: DenseDecoder
+    target_kv: PagedKV
+    draft: DFlashDraft | None
+    draft_kv: PagedKV | None
+    page_size: int
+    num_pages: int
+    logits_rows: int
+    weight_bytes: int
+    kv_bytes: int
+    load_seconds: float
+
+    def inject(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the draft's context for T tokens; see `DFlashDraft.inject`."""
+        if self.draft is not None and self.draft_kv is not None:
+            self.draft.inject(taps, positions, slots, self.draft_kv)
+
+
+def prepare(config: EngineConfig, rank: int = 0) -> tuple[PairSettings, torch.device, torch.dtype]:
+    """Decide and refuse everything that can be known without reading a weight.
+
+    Raises:
+        ConfigError: as `load_pair`.
+    """
+    device, dtype = resolve_device(config, rank)
+    settings = resolve_pair(config)
+    check_budget(config, settings, dtype, device)
+    _, target_plan, _, draft_plan = _declare(settings, Single(), dtype, torch.device("meta"))
+    with closing(Checkpoint(config.target)) as checkpoint:
+        check(checkpoint, target_plan, ignored=_ignored(settings))
+    if config.draft is not None and draft_plan is not None:
+        with closing(Checkpoint(config.draft)) as checkpoint:
+            check(checkpoint, draft_plan)
+    return settings, device, dtype
+
+
+@torch.inference_mode()
+def load_pair(
+    config: EngineConfig, group: Group, progress: Callable[[str, int, int], None] | None = None
+) -> Pair:
+    """Check, load and allocate one rank's part.
+
+    Args:
+        progress: called with ("target" or "draft", tensors read, tensors in all).
+
+    Raises:
+        ConfigError: whatever about the settings or checkpoints cannot be served; everything that
+            can be known without reading weights is checked before any is read.
+    """
+    began = time.monotonic()
+    settings, device, dtype = prepare(config, group.rank)
+    target, target_plan, draft, draft_plan = _declare(settings, group, dtype, device)
+    _read(config.target, target_plan, _ignored(settings), progress, "target")
+    if settings.target.tied_head:
+        _check_tied(config.target, target)
+    draft_bytes = 0
+    if config.draft is not None and draft is not None and draft_plan is not None:
+        _read(config.draft, draft_plan, (), progress, "draft")
+        draft.finish_loading()
+        draft_bytes = draft_plan.bytes
+    pages, page_size_bytes = num_pages(config, settings, group, dtype, device)
+    return Pair(
+        settings=settings,
+        group=group,
+        device=device,
+        target=target,
+        target_kv=_pages(settings.target.model, pages, config, group, dtype, device),
+        draft=draft,
+        draft_kv=None
+        if settings.draft is None
+        else _pages(settings.draft.model, pages, config, group, dtype, device),
+        page_size=config.page_size,
+        num_pages=pages,
+        logits_rows=config.logits_rows,
+        weight_bytes=target_plan.bytes + draft_bytes,
+        kv_bytes=pages * page_size_bytes,
+        load_seconds=time.monotonic() - began,
+    )
+
+
+def _declare(
+    settings: PairSettings, group: Group, dtype: torch.dtype, device: torch.device
+) -> tuple[DenseDecoder, WeightPlan, DFlashDraft | None, WeightPlan | None]:
+    """Both models with their parameters still to be filled."""
+    length = settings.max_model_len + 2 * settings.geometry.block
+    vocab = settings.target.vocab_size
+    shard = VocabShard.of(vocab, settings.valid_vocab, group.rank, group.size)
+    plan = WeightPlan(group.rank, group.size, dtype, device)
+    family = target_class(settings.target.family)
+    target = family(settings.target, plan, group, shard, settings.taps, length)
+    if settings.draft is None:
+        return target, plan, None, None
+    draft_plan = WeightPlan(group.rank, group.size, dtype, device)
+    hidden = settings.target.model.hidden_size
+    draft = DFlashDraft(settings.draft, draft_plan, group, len(settings.taps), hidden, length)
+    return target, plan, draft, draft_plan
+
+
+def _ignored(settings: PairSettings) -> tuple[str, ...]:
+    return (_HEAD,) if settings.target.tied_head else ()
+
+
+def _check_tied(folder: str, target: DenseDecoder) -> None:
+    """A head stored beside a tied embedding must be that embedding."""
+    weight, shard = target.embed.weight, target.embed.shard
+    with closing(Checkpoint(folder)) as checkpoint:
+        if _HEAD not in checkpoint.names:
+            return
+        shape = (target.config.vocab_size, weight.shape[1])
+        same = checkpoint.shape(_HEAD) == shape
+        if same:
+            rows = slice(shard.first, shard.first + shard.rows)
+            piece = Piece(_HEAD, shape, (rows, slice(0, shape[1])), slice(0, shard.rows))
+            same = torch.equal(checkpoint.read(piece).to(weight), weight)
+    if not same:
+        raise CheckpointError(
+            f"{folder} says tie_word_embeddings: true, but its {_HEAD} differs from "
+            "embed_tokens.weight; say false to use the stored head, or drop the tensor"
+        )
+
+
+def _read(
+    folder: str,
+    plan: WeightPlan,
+    ignored: tuple[str, ...],
+    progress: Callable[[str, int, int], None] | None,
+    what: str,
+) -> None:
+    report = None if progress is None else lambda done, of: progress(what, done, of)
+    with closing(Checkpoint(folder)) as checkpoint:
+        load(checkpoint, plan, ignored=ignored, progress=report)
+
+
+def _pages(
+    model: TransformerConfig,
+    pages: int,
+    config: EngineConfig,
+    group: Group,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PagedKV:
+    return PagedKV(
+        model.num_layers,
+        pages,
+        config.page_size,
+        HeadShard.of(model, group.rank, group.size).num_kv_heads,
+        model.head_dim,
+        dtype,
+        device,
+    )

@@ -1,0 +1,89 @@
+"""The DFlash draft: predicts a whole block of tokens in one pass (dflash.md §1, §2).
+
+Context keys and values come from the target's hidden states, never from token embeddings; the
+block's own rows see the whole context and each other. Embedding and head are the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_serve.cache.paged import PagedKV
+from dflash_serve.kernels.context_kv import inject_context
+from dflash_serve.kernels.linear import linear
+from dflash_serve.kernels.norm import rms_norm
+from dflash_serve.kernels.rope import rope_table
+from dflash_serve.model_config import DraftConfig
+from dflash_serve.models.layers import DecoderLayer, RowBatch
+from dflash_serve.models.weights import WeightPlan
+from dflash_serve.parallel.group import Group
+
+__all__ = ["DFlashDraft"]
+
+
+class DFlashDraft:
+    """Draft layers, the projection of tapped features, and the injection of context.
+
+    Args:
+        config: the draft's config.
+        plan: collects the parameters to load.
+        group: tensor-parallel group.
+        num_taps: tapped target layers.
+        target_hidden: hidden width of the target.
+        max_positions: length of the rope table.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        plan: WeightPlan,
+        group: Group,
+        num_taps: int,
+        target_hidden: int,
+        max_positions: int,
+    ) -> None:
+        model = config.model
+        self.eps = model.rms_norm_eps
+        self.fc = plan.replicated("fc.weight", model.hidden_size, num_taps * target_hidden)
+        self.hidden_norm = plan.replicated("hidden_norm.weight", model.hidden_size)
+        self.layers = [
+            DecoderLayer(model, plan, group, f"layers.{i}") for i in range(model.num_layers)
+        ]
+        self.norm = plan.replicated("norm.weight", model.hidden_size)
+        self.rope = rope_table(model.rope, model.head_dim, max_positions, plan.device)
+        self.kv_weight = torch.empty(0)
+        self.key_norms = torch.empty(0)
+
+    def finish_loading(self) -> None:
+        """Stack the k and v rows of all layers for `inject`; call once the weights are read."""
+        attentions = [layer.attention for layer in self.layers]
+        self.kv_weight = torch.cat([a.qkv[a.q_rows :] for a in attentions])
+        norms = [a.k_norm for a in attentions if a.k_norm is not None]
+        self.key_norms = torch.stack(norms)
+
+    def __call__(self, embedded: Tensor, batch: RowBatch, kv: PagedKV) -> Tensor:
+        """Block rows → hidden states: [T, H] → [T, H], bidirectional within each block."""
+        stream = embedded
+        cos_sin = self.rope[batch.positions]
+        for layer, pages in zip(self.layers, kv.layers, strict=True):
+            stream = layer(stream, batch, cos_sin, pages, causal=False)
+        return rms_norm(stream, self.norm, self.eps)
+
+    def inject(self, taps: Tensor, positions: Tensor, slots: Tensor, kv: PagedKV) -> None:
+        """Write context keys and values of T committed tokens.
+
+        Args:
+            taps: [T, taps · target hidden].
+            positions, slots: [T].
+        """
+        context = rms_norm(linear(taps, self.fc), self.hidden_norm, self.eps)
+        inject_context(
+            context,
+            self.kv_weight,
+            self.key_norms,
+            self.eps,
+            self.rope[positions],
+            kv.layers,
+            slots,
+        )

@@ -1,0 +1,192 @@
+"""Building blocks of a dense decoder, sharded over tensor-parallel ranks.
+
+T tokens in a call, H hidden width, D head width, I intermediate width; nq and nkv are this rank's
+query and key heads. Parameters are plain tensors declared through a WeightPlan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_serve.kernels.attention import paged_attention, write_pages
+from dflash_serve.kernels.gated_mlp import silu_mul
+from dflash_serve.kernels.linear import linear
+from dflash_serve.kernels.norm import add_rms_norm, rms_norm
+from dflash_serve.kernels.rope import apply_rope
+from dflash_serve.model_config import TransformerConfig
+from dflash_serve.models.weights import WeightPlan
+from dflash_serve.parallel.group import Group
+from dflash_serve.parallel.shard import VocabShard
+
+__all__ = ["Attention", "DecoderLayer", "GatedMLP", "Head", "RowBatch", "VocabEmbedding"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBatch:
+    """Where the T = B · R tokens of a call stand.
+
+    Attributes:
+        start: [B] committed length of each request.
+        positions: [T] absolute positions.
+        slots: [T] page slots to write keys and values to.
+        page_table: [B, P].
+        rows: R, rows of each request.
+        longest: host bound on start + R.
+    """
+
+    start: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    rows: int
+    longest: int
+
+
+class Attention:
+    """Grouped-query attention over pages, with per-head q/k norm where the family has it."""
+
+    def __init__(
+        self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
+    ) -> None:
+        shard, width = plan.heads(config), config.head_dim
+        hidden, all_heads = config.hidden_size, config.num_heads * config.head_dim
+        kv = config.num_kv_heads * width
+        self.group = group
+        self.eps = config.rms_norm_eps
+        self.head_dim = width
+        self.num_heads, self.num_kv_heads = shard.num_heads, shard.num_kv_heads
+        self.q_rows = shard.num_heads * width
+        q_rows, kv_rows = _scaled(shard.heads, width), _scaled(shard.kv_heads, width)
+        self.qkv = plan.columns(
+            [
+                (f"{prefix}.q_proj.weight", all_heads, q_rows),
+                (f"{prefix}.k_proj.weight", kv, kv_rows),
+                (f"{prefix}.v_proj.weight", kv, kv_rows),
+            ],
+            hidden,
+        )
+        self.o = plan.rows(f"{prefix}.o_proj.weight", hidden, all_heads, q_rows)
+        self.q_norm = plan.replicated(f"{prefix}.q_norm.weight", width) if config.qk_norm else None
+        self.k_norm = plan.replicated(f"{prefix}.k_norm.weight", width) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: Tensor,
+        batch: RowBatch,
+        cos_sin: Tensor,
+        pages: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """[T, H] → [T, H]; writes this call's keys and values to the pages first."""
+        heads = linear(x, self.qkv).reshape(x.shape[0], -1, self.head_dim)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = rms_norm(query, self.q_norm, self.eps)
+            key = rms_norm(key, self.k_norm, self.eps)
+        query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
+        write_pages(pages[0], batch.slots, key)
+        write_pages(pages[1], batch.slots, value)
+        out = paged_attention(
+            query.view(-1, batch.rows, self.num_heads, self.head_dim),
+            *pages,
+            batch.page_table,
+            batch.start,
+            batch.longest,
+            causal=causal,
+        )
+        return self.group.all_reduce(linear(out.reshape(x.shape[0], -1), self.o))
+
+
+class GatedMLP:
+    """down(silu(gate x) · up x)."""
+
+    def __init__(
+        self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
+    ) -> None:
+        hidden, wide = config.hidden_size, config.intermediate_size
+        mine = plan.part(wide)
+        self.group = group
+        self.gate_up = plan.columns(
+            [(f"{prefix}.gate_proj.weight", wide, mine), (f"{prefix}.up_proj.weight", wide, mine)],
+            hidden,
+        )
+        self.down = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] → [T, H]."""
+        return self.group.all_reduce(linear(silu_mul(linear(x, self.gate_up)), self.down))
+
+
+class DecoderLayer:
+    """Pre-norm attention and MLP around a residual stream."""
+
+    def __init__(
+        self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
+    ) -> None:
+        self.eps = config.rms_norm_eps
+        hidden = config.hidden_size
+        self.input_norm = plan.replicated(f"{prefix}.input_layernorm.weight", hidden)
+        self.post_norm = plan.replicated(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self.attention = Attention(config, plan, group, f"{prefix}.self_attn")
+        self.mlp = GatedMLP(config, plan, group, f"{prefix}.mlp")
+
+    def __call__(
+        self,
+        stream: Tensor,
+        batch: RowBatch,
+        cos_sin: Tensor,
+        pages: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+    ) -> Tensor:
+        """The residual stream after this layer: [T, H] → [T, H]."""
+        h = rms_norm(stream, self.input_norm, self.eps)
+        h = self.attention(h, batch, cos_sin, pages, causal=causal)
+        h, stream = add_rms_norm(h, stream, self.post_norm, self.eps)
+        return stream + self.mlp(h)
+
+
+class VocabEmbedding:
+    """Token embedding, vocabulary rows spread over the ranks."""
+
+    def __init__(
+        self, name: str, vocab: int, width: int, shard: VocabShard, plan: WeightPlan, group: Group
+    ) -> None:
+        self.group = group
+        self.shard = shard
+        self.weight = plan.vocabulary(name, vocab, width, shard)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[T] ids → [T, H]."""
+        if self.group.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.shard.first
+        mine = (local >= 0) & (local < self.shard.rows)
+        if self.shard.rows == 0:
+            rows = self.weight.new_zeros((ids.shape[0], self.weight.shape[1]))
+        else:
+            rows = F.embedding(local.clamp(0, self.shard.rows - 1), self.weight)
+            rows = torch.where(mine[:, None], rows, 0)
+        return self.group.all_reduce(rows)
+
+
+class Head:
+    """Language-model head: this rank's logits."""
+
+    def __init__(self, weight: Tensor, shard: VocabShard) -> None:
+        self.weight = weight
+        self.shard = shard
+
+    def apply(self, hidden: Tensor) -> Tensor:
+        """[R, H] → [R, shard.rows] logits of ids shard.first…"""
+        return linear(hidden, self.weight)
+
+
+def _scaled(heads: slice, width: int) -> slice:
+    return slice(heads.start * width, heads.stop * width)

@@ -1,0 +1,1 @@
+"""Metrics: `metrics` measures at the front end, `replicas` shows what the engines count."""

@@ -1,0 +1,381 @@
+"""Rank 0's decisions: who runs, which pages, what one step does (no torch).
+
+`plan` makes a StepPlan from the queues, `commit` applies its StepResult. Between the two nothing
+changes. Waiting requests are admitted in order of arrival; when pages run out, the request
+admitted last is preempted: its pages go back and it is computed again later, prompt and output,
+with its noise keyed by position so that it continues with the ids it would have had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from dflash_serve.cache.pages import PagePool
+from dflash_serve.engine.messages import (
+    EngineStats,
+    FinishReason,
+    LengthStats,
+    Submit,
+    TokenEvent,
+)
+from dflash_serve.errors import RequestError
+from dflash_serve.scheduler.plan import (
+    DecodeResult,
+    PrefillChunk,
+    SlotSetup,
+    StepPlan,
+    StepResult,
+)
+from dflash_serve.scheduler.request import Phase, Request
+
+__all__ = ["Limits", "Scheduler"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes the scheduler works within.
+
+    Attributes:
+        verify_rows: g, rows verified per decode step.
+        root: digest of the model pair and dtype, the start of every page key.
+    """
+
+    max_running: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    prefill_chunk: int
+    verify_rows: int
+    vocab_size: int
+    eos: frozenset[int]
+    prefix_cache: bool = True
+    root: bytes = b""
+
+
+class Scheduler:
+    """Queues, slots and pages of one engine."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages)
+        self.stats = EngineStats(pages_total=self.pool.usable)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in order of admission
+        self._requests: dict[str, Request] = {}
+        self._slots = list(range(limits.max_running))[::-1]
+        self._events: list[TokenEvent] = []
+        self._step = 0
+        self._planned: list[Request] = []
+        self._decoding: list[Request] = []
+
+    # -- commands ---------------------------------------------------------------------------
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request; one that cannot be served ends at once with an error event."""
+        try:
+            self._check(submit)
+        except RequestError as error:
+            self._events.append(_failure(submit.request_id, str(error)))
+            return
+        request = Request.from_submit(submit, self.limits.root)
+        reason = request.finished_already(self.limits.eos, self.limits.max_model_len)
+        if reason is not None:
+            self._events.append(TokenEvent(request_id=request.request_id, finish_reason=reason))
+            return
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        self.stats.prompt_tokens += request.prompt_len
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored, since they may just have finished."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort", [])
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self._requests
+
+    def take_events(self) -> list[TokenEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Decide the next step."""
+        plan = StepPlan(step=self._step, rows=self.limits.verify_rows)
+        self._step += 1
+        self._plan_decode(plan)
+        self._plan_prefill(plan)
+        return plan
+
+    def _plan_decode(self, plan: StepPlan) -> None:
+        """Every decoding request that has, or can get, pages for its block."""
+        rows = self.limits.verify_rows
+        for request in [r for r in self._running if r.phase is Phase.DECODE]:
+            if request.phase is Phase.DECODE:  # not preempted for an older one just now
+                self._grow(request, request.computed + rows, plan)
+        self._decoding = [r for r in self._running if r.phase is Phase.DECODE]
+        plan.decode = [r.slot for r in self._decoding]
+        plan.longest = max((r.computed + rows for r in self._decoding), default=0)
+        plan.noisy = any(r.params.temperature > 0 for r in self._decoding)
+        plan.truncates = any(r.params.truncates for r in self._decoding)
+        # Pages taken for a request that was preempted later in the same plan are not its own.
+        live = {r.slot for r in self._running}
+        plan.pages = [entry for entry in plan.pages if entry[0] in live]
+
+    def _plan_prefill(self, plan: StepPlan) -> None:
+        """Chunks of running prefills first, then of newly admitted requests."""
+        budget = self.limits.prefill_chunk
+        self._planned = []
+        for request in [r for r in self._running if r.phase is Phase.PREFILL]:
+            budget -= self._add_chunk(request, budget, plan)
+        while budget > 0 and self._waiting and self._slots:
+            if not self._admit(self._waiting[0], plan):
+                break
+            request = self._waiting.popleft()
+            budget -= self._add_chunk(request, budget, plan)
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        """Give a waiting request a slot and the pages of its known tokens, or leave it."""
+        size = self.limits.page_size
+        hits = self._match(request)
+        need = -(-(request.prefill_len + self.limits.verify_rows) // size) - len(hits)
+        pages = self.pool.allocate(need)
+        if pages is None:
+            self.pool.release(hits)
+            return False
+        self.stats.prefix_queries += len(request.tokens)
+        self.stats.prefix_hits += len(hits) * size
+        request.pages = hits + pages
+        request.indexed = len(hits)
+        request.computed = len(hits) * size
+        request.slot = self._slots.pop()
+        request.phase = Phase.PREFILL
+        self._running.append(request)
+        if request.cached is None:
+            request.cached = min(request.computed, request.prompt_len)
+            self.stats.cached_tokens += request.cached
+        params = request.params
+        plan.setups.append(
+            SlotSetup(
+                slot=request.slot,
+                start=request.computed,
+                anchor=request.tokens[-1] if request.continued else 0,
+                seed=params.seed,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+            )
+        )
+        plan.pages.append((request.slot, 0, list(request.pages)))
+        return True
+
+    def _match(self, request: Request) -> list[int]:
+        """Cached pages of the request's beginning; the last known token is always recomputed."""
+        if not self.limits.prefix_cache:
+            return []
+        full = (len(request.tokens) - 1) // self.limits.page_size
+        return self.pool.match(request.page_keys(full, self.limits.page_size))
+
+    def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        """Plan the request's next chunk; returns its length."""
+        count = min(budget, request.prefill_len - request.computed)
+        if request.prefill_len == request.computed:  # a continued request found in the cache
+            request.phase = Phase.DECODE
+            return 0
+        if count <= 0:
+            return 0
+        last = request.computed + count == request.prefill_len
+        plan.prefill.append(
+            PrefillChunk(
+                slot=request.slot,
+                start=request.computed,
+                token_ids=request.tokens[request.computed : request.computed + count],
+                sample=last and not request.continued,
+                truncates=request.params.truncates,
+                noisy=request.params.temperature > 0,
+            )
+        )
+        self._planned.append(request)
+        return count
+
+    def _grow(self, request: Request, length: int, plan: StepPlan) -> None:
+        """Give a running request pages for `length` tokens, preempting later ones if need be."""
+        need = -(-length // self.limits.page_size) - len(request.pages)
+        if need <= 0:
+            return
+        pages = self.pool.allocate(need)
+        while pages is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return
+            pages = self.pool.allocate(need)
+        plan.pages.append((request.slot, len(request.pages), pages))
+        request.pages.extend(pages)
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.phase = Phase.WAITING
+        self._waiting.appendleft(request)
+        self.stats.preemptions += 1
+
+    # -- results ----------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Apply what a plan brought."""
+        for request, chunk, token in zip(self._planned, plan.prefill, result.sampled, strict=True):
+            self._commit_prefill(request, chunk, token)
+        for request, decoded in zip(self._decoding, result.decoded, strict=True):
+            self._commit_decode(request, decoded, plan.rows)
+        self.stats.steps += 1
+
+    def _commit_prefill(self, request: Request, chunk: PrefillChunk, token: int | None) -> None:
+        request.computed += len(chunk.token_ids)
+        self._index_pages(request)
+        if request.computed == request.prefill_len:
+            request.phase = Phase.DECODE
+        if token is None:
+            return
+        if token < 0:
+            self._finish(request, "error", [], error=_NAN)
+            return
+        ids, reason = request.append([token], self.limits.eos, self.limits.max_model_len)
+        self._emit(request, ids, reason, drafted=0, accepted=0)
+
+    def _commit_decode(self, request: Request, decoded: DecodeResult, rows: int) -> None:
+        if decoded.fault:
+            self._finish(request, "error", [], error=_NAN)
+            return
+        committed = decoded.picked[: decoded.accepted + 1]
+        request.computed += len(committed)
+        ids, reason = request.append(committed, self.limits.eos, self.limits.max_model_len)
+        accepted = min(decoded.accepted, len(ids))
+        self._count(rows, len(ids), accepted)
+        if reason is not None:  # tokens past the end are committed on the device, not here
+            request.computed = min(request.computed, len(request.tokens))
+        self._index_pages(request)
+        self._emit(request, ids, reason, drafted=rows - 1, accepted=accepted)
+
+    def _emit(
+        self,
+        request: Request,
+        ids: list[int],
+        reason: FinishReason | None,
+        *,
+        drafted: int,
+        accepted: int,
+    ) -> None:
+        self.stats.generated_tokens += len(ids)
+        if reason is not None:
+            self._finish(request, reason, ids, drafted=drafted, accepted=accepted)
+            return
+        self._events.append(_event(request, ids, None, drafted, accepted))
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        ids: list[int],
+        *,
+        error: str | None = None,
+        drafted: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        del self._requests[request.request_id]
+        if request.phase is Phase.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+        event = _event(request, ids, reason, drafted, accepted)
+        event.error = error
+        self._events.append(event)
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+
+    def _release(self, request: Request) -> None:
+        """Take slot and pages away from a running request."""
+        self.pool.release(request.pages)
+        request.pages = []
+        request.indexed = 0
+        request.computed = 0
+        self._slots.append(request.slot)
+        request.slot = -1
+        self._running.remove(request)
+
+    def _index_pages(self, request: Request) -> None:
+        """Offer pages that just became full of committed tokens to the prefix index."""
+        if not self.limits.prefix_cache:
+            return
+        full = request.computed // self.limits.page_size
+        keys = request.page_keys(full, self.limits.page_size)
+        for i in range(request.indexed, full):
+            self.pool.index(request.pages[i], keys[i])
+        request.indexed = full
+
+    # -- checks and counts ------------------------------------------------------------------
+
+    def _check(self, submit: Submit) -> None:
+        limits = self.limits
+        if submit.request_id in self._requests:
+            raise RequestError(f"request id {submit.request_id!r} is in flight already")
+        if not submit.prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token", "prompt")
+        for token in (*submit.prompt_ids, *submit.emitted_ids):
+            if not 0 <= token < limits.vocab_size:
+                raise RequestError(
+                    f"token id {token} is out of range; allowed: 0 to {limits.vocab_size - 1}",
+                    "prompt",
+                )
+        if len(submit.prompt_ids) >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(submit.prompt_ids)} tokens; the context holds "
+                f"{limits.max_model_len} with at least one of output",
+                "prompt",
+            )
+        submit.params.validate()
+
+    def _count(self, rows: int, emitted: int, accepted: int) -> None:
+        stats = self.stats.by_length.setdefault(rows, LengthStats())
+        if not stats.accepted_per_position:
+            stats.accepted_per_position = [0] * (rows - 1)
+        stats.drafts += 1
+        stats.emitted += emitted
+        for position in range(accepted):
+            stats.accepted_per_position[position] += 1
+
+    def snapshot(self) -> EngineStats:
+        """The counters, with the gauges as of now."""
+        self.stats.running = len(self._running)
+        self.stats.waiting = len(self._waiting)
+        self.stats.pages_used = self.pool.used
+        self.stats.pages_cached = self.pool.cached
+        return self.stats
+
+
+_NAN = "the model produced NaN logits for this request"
+
+
+def _event(
+    request: Request, ids: list[int], reason: FinishReason | None, drafted: int, accepted: int
+) -> TokenEvent:
+    event = TokenEvent(
+        request_id=request.request_id,
+        token_ids=ids,
+        finish_reason=reason,
+        drafted=drafted,
+        accepted=accepted,
+    )
+    if not request.reported_cached and request.cached is not None:
+        event.cached_tokens = request.cached
+        request.reported_cached = True
+    return event
+
+
+def _failure(request_id: str, error: str) -> TokenEvent:
+    return TokenEvent(request_id=request_id, finish_reason="error", error=error)
