@@ -1,0 +1,279 @@
+"""Command line: serve · generate · bench · roofline · check."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dflash_serve import __version__
+from dflash_serve.config import EngineConfig
+from dflash_serve.errors import ConfigError, DFlashError
+from dflash_serve.log import configure
+
+__all__ = ["app", "main"]
+
+_ROOT = Path(__file__).resolve().parents[1]
+DEMO_TARGET = Path("~/.cache/dflash-serve/smollm2-135m-instruct").expanduser()
+DEMO_DRAFT = _ROOT / "deployments" / "demo" / "draft"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(bench, name="bench")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_out = Console()
+_err = Console(stderr=True)
+
+Target = Annotated[str, typer.Option(help="Folder of the target checkpoint.")]
+Draft = Annotated[str, typer.Option(help="Folder of the draft; 'none' for plain decoding.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
+DType = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
+VerifyLength = Annotated[
+    int | None, typer.Option(min=1, help="Rows verified per step; the whole block if left out.")
+]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, help="In place of the draft checkpoint's block size.")
+]
+
+
+def _reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn our errors into one line and exit code 2."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except DFlashError as error:
+            _err.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(2) from error
+
+    return wrapper
+
+
+def _config(target: str, draft: str, tp: int, **fields: Any) -> EngineConfig:
+    return EngineConfig(
+        target=str(Path(target).expanduser()),
+        draft=None if draft == "none" else str(Path(draft).expanduser()),
+        tensor_parallel_size=tp,
+        executor="inproc" if tp == 1 else "mp",
+        **fields,
+    )
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--{name} is {text!r}; give numbers separated by commas") from error
+    if min(values) <= 0:
+        raise ConfigError(f"--{name} is {text!r}; every number must be positive")
+    return values
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
+) -> None:
+    """LLM serving with DFlash speculative decoding."""
+    if version:
+        _out.print(__version__)
+        raise typer.Exit
+    configure(log_level)
+
+
+@app.command()
+@_reported
+def serve(
+    config: Annotated[Path, typer.Argument(help="A Ray Serve config file.")] = (
+        _ROOT / "deployments" / "demo.yaml"
+    ),
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="In place of the file's.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; the next free one if taken.")] = None,
+) -> None:
+    """Start Ray and a deployment file's application on this machine, until Ctrl-C."""
+    from dflash_serve.serve.local import serve_locally
+
+    serve_locally(config, tp=tp, port=port)
+
+
+@app.command("generate")
+@_reported
+def generate_command(
+    prompt: Annotated[str, typer.Argument(help="The user's turn, or the raw text with --raw.")],
+    target: Target = str(DEMO_TARGET),
+    draft: Draft = str(DEMO_DRAFT),
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option()] = 0,
+    min_p: Annotated[float, typer.Option()] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    tp: Tp = 1,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    verify_length: VerifyLength = None,
+    block_size: BlockSize = None,
+) -> None:
+    """Answer one prompt without Ray; prints tokens per step and the same without the draft."""
+    from dflash_serve.bench.generate import generate
+    from dflash_serve.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    params.validate()
+    config = _config(
+        target,
+        draft,
+        tp,
+        device=device,
+        dtype=dtype,
+        verify_length=verify_length,
+        block_size=block_size,
+        max_running=1,
+    )
+    generate(config, prompt, params, chat=not raw, console=_out)
+
+
+@bench.command("step")
+@_reported
+def bench_step_command(
+    target: Target = str(DEMO_TARGET),
+    draft: Draft = str(DEMO_DRAFT),
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines; a few of our own if left out.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to use.")] = 16,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
+    verify: Annotated[str, typer.Option(help="Verify lengths, by commas.")] = "2,3,4,6,8",
+    max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    max_model_len: Annotated[int | None, typer.Option(min=1)] = 2048,
+    tp: Tp = 1,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    block_size: BlockSize = None,
+    peer: Annotated[bool, typer.Option(help="Also time transformers' generate at batch 1.")] = True,
+    output: Annotated[Path | None, typer.Option(help="Write the raw figures as JSON.")] = None,
+) -> None:
+    """Step time, tokens per step and tokens/s by batch and verify length."""
+    from dflash_serve.api.codec import TextCodec
+    from dflash_serve.bench.prompts import load_prompts
+    from dflash_serve.bench.step import bench_step, step_table, transformers_rate
+
+    batches = [int(n) for n in _numbers("batch", batch)]
+    lengths = [int(n) for n in _numbers("verify", verify)]
+    config = _config(
+        target,
+        draft,
+        tp,
+        device=device,
+        dtype=dtype,
+        block_size=block_size,
+        max_running=max(batches),
+        max_model_len=max_model_len,
+        prefix_cache=False,
+    )
+    ids = load_prompts(TextCodec.load(config.target), prompts, limit)
+    with Progress(console=_err, transient=True) as progress:
+        rows = bench_step(config, ids, batches, lengths, max_tokens, progress)
+    step_table(rows, _out)
+    figures: dict[str, Any] = {"version": __version__, "rows": [row.as_json() for row in rows]}
+    if peer:
+        rate = transformers_rate(config.target, ids[: max(4, len(ids) // 2)], max_tokens)
+        figures["transformers_tokens_per_second"] = rate
+        _out.print(f"transformers generate, batch 1: {rate:.1f} tok/s")
+    if output is not None:
+        output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+@app.command()
+@_reported
+def roofline(
+    target: Target = str(DEMO_TARGET),
+    draft: Draft = str(DEMO_DRAFT),
+    batch: Annotated[str, typer.Option(help="Batch sizes, by commas.")] = "1,8,32,128",
+    context: Annotated[int, typer.Option(min=1)] = 1024,
+    verify_length: VerifyLength = None,
+    tp: Tp = 1,
+    bandwidth: Annotated[float, typer.Option(help="Memory, TB/s.")] = 4.3,
+    tflops: Annotated[float, typer.Option(help="Products, TFLOP/s.")] = 790.0,
+    link: Annotated[float, typer.Option(help="Between devices, GB/s one way.")] = 450.0,
+    accept: Annotated[str, typer.Option(help="Tokens per step to model.")] = "3,5,6.5",
+) -> None:
+    """The least time a decode step can take, from the configs alone (bf16; H200 by default)."""
+    from dflash_serve.bench.roofline import Machine, Workload, step_floor
+    from dflash_serve.model_config import DraftConfig, TargetConfig
+
+    machine = Machine(bandwidth * 1e12, tflops * 1e12, link * 1e9)
+    config = TargetConfig.load(Path(target).expanduser())
+    proposer = DraftConfig.load(Path(draft).expanduser())
+    rows = proposer.geometry(block_size=None, verify_length=verify_length).rows
+    table = Table(title=f"floor, g {rows}, context {context}, tp {tp}", title_justify="left")
+    steps = _numbers("accept", accept)
+    table = Table(title=f"floor: g {rows}, context {context}, tp {tp}", title_justify="left")
+    names = ["batch", "GB", "TFLOP", "floor ms", "plain ms"]
+    for name in [*names, *(f"tok/s at {a:g}" for a in steps), "even at"]:
+        table.add_column(name, justify="right")
+    for size in (int(n) for n in _numbers("batch", batch)):
+        floor = step_floor(config, proposer, Workload(size, context, rows, tp), machine)
+        plain = step_floor(config, None, Workload(size, context, 1, tp), machine)
+        table.add_row(
+            str(size),
+            f"{floor.bytes / 1e9:.2f}",
+            f"{floor.flops / 1e12:.2f}",
+            f"{floor.seconds * 1e3:.2f}",
+            f"{plain.seconds * 1e3:.2f}",
+            *(f"{size * a / floor.seconds:,.0f}" for a in steps),
+            f"{floor.seconds / plain.seconds:.2f}",
+        )
+    _out.print(table)
+
+
+@app.command()
+@_reported
+def check(
+    config: Annotated[Path, typer.Argument(help="A Serve config file, or a target's folder.")],
+    draft: Annotated[str | None, typer.Argument(help="A draft's folder.")] = None,
+    tp: Tp = 1,
+    block_size: BlockSize = None,
+) -> None:
+    """Validate a deployment file, or a pair of checkpoints, without starting it."""
+    if config.is_dir():
+        from dflash_serve.bench.describe import describe_pair
+
+        pair = _config(str(config), draft or "none", tp, block_size=block_size)
+        describe_pair(pair, _out)
+        return
+    from dflash_serve.serve.validate import validate_config
+
+    report = validate_config(config)
+    for warning in report.warnings:
+        _err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+    report.require_valid()
+    _out.print(f"{config}: {len(report.applications)} application(s), no problems", markup=False)
+
+
+def main() -> None:
+    """Console entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
