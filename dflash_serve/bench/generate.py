@@ -10,6 +10,7 @@ from rich.status import Status
 from dflash_serve.api.codec import TextCodec
 from dflash_serve.bench.measure import Measurement, StepTimer, measure, start_timed
 from dflash_serve.config import EngineConfig
+from dflash_serve.engine.checks import resolve_pair
 from dflash_serve.engine.messages import Submit
 from dflash_serve.sampling import SamplingParams
 
@@ -24,6 +25,7 @@ def generate(
     Raises:
         ConfigError, RequestError, EngineDeadError: as the engine does.
     """
+    resolve_pair(config)  # a wrong folder is named before its missing tokenizer is
     codec = TextCodec.load(config.target)
     if chat and codec.has_chat_template:
         ids = codec.encode_chat([{"role": "user", "content": prompt}])

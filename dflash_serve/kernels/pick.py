@@ -41,11 +41,11 @@ def best(score: Tensor, first_id: int, allowed: Tensor | None = None) -> Tensor:
     """
     if score.shape[1] == 0:
         return torch.full((score.shape[0],), EMPTY, dtype=torch.int64, device=score.device)
-    if allowed is not None:
-        keys = order_keys(score, first_id).masked_fill(~allowed, EMPTY).amax(dim=1)
-    else:
+    if allowed is None:
         value, column = score.float().max(dim=1)  # first maximum, hence the lowest id
         keys = order_keys(value[:, None], 0)[:, 0] - first_id - column
+        return torch.where(value.isnan(), FAULT, keys)  # a maximum passes a NaN on
+    keys = order_keys(score, first_id).masked_fill(~allowed, EMPTY).amax(dim=1)
     return torch.where(score.isnan().any(dim=1), FAULT, keys)
 
 
