@@ -107,7 +107,10 @@ def make_draft(
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": block,
-        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(taps)},
+        "dflash_config": {
+            "mask_token_id": min(MASK_ID, vocab - 1),
+            "target_layer_ids": list(taps),
+        },
         "num_target_layers": 4,
         "hidden_size": hidden,
         "intermediate_size": wide,

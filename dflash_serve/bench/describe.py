@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from dflash_serve.cache.paged import page_bytes
 from dflash_serve.config import DTYPE_BYTES, EngineConfig
-from dflash_serve.engine.checks import PairSettings, resolve_pair
+from dflash_serve.engine.checks import PairSettings
+from dflash_serve.engine.pair import prepare
 from dflash_serve.model_config import TransformerConfig
-from dflash_serve.models.dflash import DFlashDraft
-from dflash_serve.models.loader import Checkpoint, check
-from dflash_serve.models.registry import target_class
-from dflash_serve.models.weights import WeightPlan
-from dflash_serve.parallel.group import Single
-from dflash_serve.parallel.shard import VocabShard
 
 __all__ = ["describe_pair"]
 
@@ -26,37 +20,11 @@ def describe_pair(config: EngineConfig, console: Console) -> None:
     Raises:
         ConfigError: whatever would be refused at load.
     """
-    settings = resolve_pair(config)
-    _check_tensors(config, settings)
+    settings, _, _ = prepare(config)
     table = Table(title="checkpoint pair", title_justify="left", show_header=False)
     for name, value in _facts(config, settings):
         table.add_row(name, value)
     console.print(table)
-
-
-def _check_tensors(config: EngineConfig, settings: PairSettings) -> None:
-    """Compare every tensor's name and shape with what the models ask for."""
-    nowhere = torch.device("meta")
-    group = Single()
-    plan = WeightPlan(0, 1, torch.float32, nowhere)
-    vocab = settings.target.vocab_size
-    shard = VocabShard.of(vocab, settings.valid_vocab, 0, 1)
-    target_class(settings.target.family)(settings.target, plan, group, shard, settings.taps, 1)
-    ignored = ("lm_head.weight",) if settings.target.tied_head else ()
-    _check_folder(config.target, plan, ignored)
-    if settings.draft is not None and config.draft is not None:
-        plan = WeightPlan(0, 1, torch.float32, nowhere)
-        hidden = settings.target.model.hidden_size
-        DFlashDraft(settings.draft, plan, group, len(settings.taps), hidden, 1)
-        _check_folder(config.draft, plan, ())
-
-
-def _check_folder(folder: str, plan: WeightPlan, ignored: tuple[str, ...]) -> None:
-    checkpoint = Checkpoint(folder)
-    try:
-        check(checkpoint, plan, ignored=ignored)
-    finally:
-        checkpoint.close()
 
 
 def _facts(config: EngineConfig, settings: PairSettings) -> list[tuple[str, str]]:

@@ -137,8 +137,8 @@ def _taps(folder: str, target: TargetConfig, draft: DraftConfig) -> tuple[int, .
     finally:
         checkpoint.close()
     hidden = target.model.hidden_size
-    taps, rest = divmod(shape[-1], hidden)
-    if len(shape) != 2 or rest or not taps:
+    taps, rest = divmod(shape[-1] if len(shape) == 2 else 0, hidden)
+    if rest or not taps:
         raise PairError(
             f"fc.weight is {list(shape)}; its width must be a multiple of the target's "
             f"hidden_size, {hidden}"

@@ -31,6 +31,7 @@ __all__ = ["EngineClient", "Executor", "Port"]
 
 logger = get_logger(__name__)
 _POLL_S = 0.2
+_CAUSE_GRACE_S = 0.5
 
 
 class Port(Protocol):
@@ -244,7 +245,14 @@ class EngineClient:
             if listener is not None:
                 listener(event)
         if report.fatal is not None:
-            self._die(report.fatal)
+            self._die(self._cause(report.fatal))
+
+    def _cause(self, fatal: str) -> str:
+        """Why the engine died, given rank 0's last words: they may only echo another's death."""
+        deadline = time.monotonic() + _CAUSE_GRACE_S
+        while (failure := self._executor.failure()) is None and time.monotonic() < deadline:
+            self._closing.wait(0.01)
+        return fatal if failure in (None, fatal) else f"{failure}; rank 0 said: {fatal}"
 
     def _die(self, reason: str) -> None:
         with self._lock:

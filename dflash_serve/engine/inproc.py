@@ -8,7 +8,7 @@ from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Report, Shutdown
 from dflash_serve.engine.pair import Pair, load_pair
-from dflash_serve.engine.rank import OnReady, serve_rank_zero, set_threads
+from dflash_serve.engine.rank import OnReady, log_progress, serve_rank_zero, set_threads
 from dflash_serve.engine.transport import QueueChannel
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Single
@@ -35,7 +35,7 @@ class InprocExecutor:
 
     def start(self) -> Port:
         set_threads(self._config)
-        pair = load_pair(self._config, Single())
+        pair = load_pair(self._config, Single(), log_progress)
         self._thread = threading.Thread(
             target=self._run, args=(pair,), name="engine-loop", daemon=True
         )

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ __all__ = ["MpExecutor"]
 
 logger = get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
+_environment_lock = threading.Lock()
 
 
 class MpExecutor:
@@ -60,7 +62,7 @@ class MpExecutor:
     def _start_ranks(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        with ours, theirs, _environment(rank_environment(self._config)):
+        with ours, theirs:
             self._spawn(context, 0, 0, theirs)
             store_port = self._receive_port(ours)
             for rank in range(1, self._config.tensor_parallel_size):
@@ -84,7 +86,8 @@ class MpExecutor:
         process = context.Process(
             target=_rank_main, args=(spec, os.getpid(), pipe, self._on_ready), daemon=True
         )
-        process.start()
+        with _environment(rank_environment(self._config)):
+            process.start()
         self._processes.append(process)
 
     def _receive_port(self, pipe: Connection) -> int:
@@ -101,11 +104,12 @@ class MpExecutor:
 
     def failure(self) -> str | None:
         if self._failure is None:
-            for rank, process in enumerate(self._processes):
-                if process.exitcode is not None:
-                    self._failure = f"rank {rank} ended with exit code {process.exitcode}"
-                    self._kill()
-                    break
+            codes = [(process.exitcode, rank) for rank, process in enumerate(self._processes)]
+            ended = [(code, rank) for code, rank in codes if code is not None]
+            if ended:
+                code, rank = min(ended)  # a signal's negative code explains the others' errors
+                self._failure = f"rank {rank} ended with exit code {code}"
+                self._kill()
         return self._failure
 
     def shutdown(self) -> None:
@@ -146,14 +150,15 @@ def _die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for child processes started inside the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Set variables for child processes started inside the block; one thread at a time."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -28,7 +28,15 @@ from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Group, Single, connect
 from dflash_serve.scheduler.scheduler import Scheduler
 
-__all__ = ["OnReady", "RankSpec", "rank_environment", "run_rank", "serve_rank_zero", "set_threads"]
+__all__ = [
+    "OnReady",
+    "RankSpec",
+    "log_progress",
+    "rank_environment",
+    "run_rank",
+    "serve_rank_zero",
+    "set_threads",
+]
 
 logger = get_logger(__name__)
 
@@ -101,7 +109,7 @@ def run_rank(
     mailbox = ZmqMailbox(spec.run_dir) if spec.rank == 0 else None
     try:
         group = _join(spec, store)
-        pair = load_pair(spec.config, group)
+        pair = load_pair(spec.config, group, log_progress)
         if mailbox is not None:
             sender = PlanSender(spec.run_dir, spec.world_size)
             serve_rank_zero(spec.config, pair, mailbox, sender, on_ready)
@@ -135,6 +143,12 @@ def _join(spec: RankSpec, store: TCPStore | None) -> Group:
     )
 
 
+def log_progress(what: str, done: int, of: int) -> None:
+    """Say at every quarter how much of a checkpoint has been read."""
+    if done * 4 // of != (done - 1) * 4 // of:
+        logger.info("%s: %d of %d tensors read", what, done, of)
+
+
 def serve_rank_zero(
     config: EngineConfig,
     pair: Pair,
@@ -145,6 +159,7 @@ def serve_rank_zero(
     """Build rank 0's loop, say that the engine is ready, and run it."""
     plans = plans if plans is not None else NoFollowers()
     runner = Runner(pair, config.max_running, config.draft_scale)
+    runner.warm_up()
     if on_ready is not None:
         on_ready(runner)
     _all_ready(pair.group, pair.device)
@@ -159,6 +174,7 @@ def serve_rank_zero(
 def _serve_follower(spec: RankSpec, pair: Pair, on_ready: OnReady | None) -> None:
     plans = PlanReceiver(spec.run_dir, spec.rank)
     runner = Runner(pair, spec.config.max_running, spec.config.draft_scale)
+    runner.warm_up()
     if on_ready is not None:
         on_ready(runner)
     _all_ready(pair.group, pair.device)

@@ -8,7 +8,13 @@ from dflash_serve.engine.drafters import DFlashDrafter, Drafter
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.state import DeviceState
 from dflash_serve.engine.step import DecodeOutput, decode, prefill
-from dflash_serve.scheduler.plan import DecodeResult, PrefillChunk, StepPlan, StepResult
+from dflash_serve.scheduler.plan import (
+    DecodeResult,
+    PrefillChunk,
+    SlotSetup,
+    StepPlan,
+    StepResult,
+)
 
 __all__ = ["Runner"]
 
@@ -39,10 +45,55 @@ class Runner:
         result = StepResult(sampled=[self._prefill(chunk) for chunk in plan.prefill])
         if plan.decode:
             result.decoded = _read_back(self._decode(plan))
+        faulty = [c.slot for c, s in zip(plan.prefill, result.sampled, strict=True) if s == -1]
+        faulty += [s for s, d in zip(plan.decode, result.decoded, strict=True) if d.fault]
+        if faulty:
+            self._scrub(faulty)
         return result
 
+    def _scrub(self, slots: list[int]) -> None:
+        """Take NaNs out of the pages of slots and out of the dummy page.
+
+        Masked keys weigh 0, but 0 · NaN is NaN: left there, they would reach whoever reads those
+        pages next. Sound values in shared pages stay as they are.
+        """
+        tables = self.state.page_table[slots].flatten()
+        pages = torch.cat([tables, tables.new_zeros(1)])  # repeats get the same values
+        for kv in (self.pair.target_kv, self.pair.draft_kv):
+            for part in [part for layer in kv.layers for part in layer] if kv is not None else []:
+                part[pages] = part[pages].nan_to_num(0.0, 0.0, 0.0)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one whole step, so that a pair that cannot run fails before it is called ready.
+
+        Leaves the pages it used empty; slots are set up anew for every request.
+        """
+        pair, rows = self.pair, self.pair.settings.geometry.verify_rows
+        pages = list(range(1, 2 + rows // pair.page_size))
+        setup = SlotSetup(
+            slot=0, start=0, anchor=0, seed=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+        )
+        chunk = PrefillChunk(slot=0, start=0, token_ids=[0], sample=True)
+        self.execute(
+            StepPlan(
+                step=-1,
+                setups=[setup],
+                pages=[(0, 0, pages)],
+                prefill=[chunk],
+                decode=[0],
+                rows=rows,
+                longest=1 + rows,
+            )
+        )
+        pools = [pair.target_kv] if pair.draft_kv is None else [pair.target_kv, pair.draft_kv]
+        for pool in pools:
+            for keys, values in pool.layers:
+                keys[: pages[-1] + 1].zero_()
+                values[: pages[-1] + 1].zero_()
+
     def _prefill(self, chunk: PrefillChunk) -> int | None:
-        sampled = prefill(
+        picked, fault = prefill(
             self.pair,
             self.state,
             chunk.slot,
@@ -52,10 +103,9 @@ class Runner:
             noisy=chunk.noisy,
             truncates=chunk.truncates,
         )
-        if sampled is None:
-            return None
-        picked, fault = sampled
-        return -1 if bool(fault[0]) else int(picked[0])
+        if bool(fault[0]):
+            return -1
+        return None if picked is None else int(picked[0])
 
     def _decode(self, plan: StepPlan) -> DecodeOutput:
         return decode(

@@ -119,7 +119,7 @@ def prefill(
     sample: bool,
     noisy: bool,
     truncates: bool,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor | None, Tensor]:
     """Run one chunk of known tokens of one request and inject its context.
 
     Args:
@@ -127,7 +127,8 @@ def prefill(
         sample: also choose the next token, which becomes the anchor.
 
     Returns:
-        (id [1], fault [1]) when sampled, else None.
+        id [1] when sampled, and fault [1]: the last row, which reads every key before it, held
+        a NaN.
     """
     count = token_ids.shape[0]
     slots = torch.tensor([slot], device=state.device)
@@ -137,7 +138,7 @@ def prefill(
         pair.inject(taps, batch.positions, batch.slots)
     state.start[slot] = start + count
     if not sample:
-        return None
+        return None, hidden[-1:].isnan().any(dim=1)
     position = torch.tensor([[start + count]], device=state.device)
     sampling = state.sampling(slots, position, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)

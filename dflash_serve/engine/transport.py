@@ -111,7 +111,11 @@ def _endpoint(run_dir: str, name: str) -> str:
 
 
 class _Socket:
-    """A ZMQ PAIR socket: one peer each side, unlimited queue, nothing lingers on close."""
+    """A ZMQ PAIR socket: one peer each side, unlimited queue, nothing lingers on close.
+
+    The end that sends connects and the end that receives binds: a connecting socket queues what
+    it is given, while a binding one blocks as long as its peer is not there, or no longer.
+    """
 
     def __init__(self, endpoint: str, *, bind: bool) -> None:
         import zmq
@@ -145,7 +149,7 @@ class _Socket:
 
 
 class ZmqPort:
-    """Front end's end; binds, so that rank 0 can come later.
+    """Front end's end; rank 0 may come later, or die.
 
     Sending happens on whatever thread submits, receiving on one reader thread. ZMQ sockets belong
     to one thread, hence one socket per direction and a lock around the sending one.
@@ -155,12 +159,12 @@ class ZmqPort:
         import threading
 
         self._lock = threading.Lock()
-        self._out = _Socket(_endpoint(run_dir, "front"), bind=True)
+        self._out = _Socket(_endpoint(run_dir, "front"), bind=False)
         self._in = _Socket(_endpoint(run_dir, "back"), bind=True)
 
     @classmethod
     def bind(cls, run_dir: str) -> ZmqPort:
-        """Bind both sockets in an engine's run folder."""
+        """Open both sockets in an engine's run folder."""
         return cls(run_dir)
 
     def send(self, commands: list[Command]) -> None:
@@ -182,7 +186,7 @@ class ZmqMailbox:
     """Rank 0's end, in another process than the front end."""
 
     def __init__(self, run_dir: str) -> None:
-        self._in = _Socket(_endpoint(run_dir, "front"), bind=False)
+        self._in = _Socket(_endpoint(run_dir, "front"), bind=True)
         self._out = _Socket(_endpoint(run_dir, "back"), bind=False)
 
     def receive(self, timeout_s: float) -> list[Command]:
@@ -216,7 +220,7 @@ class PlanSender:
 
     def __init__(self, run_dir: str, world_size: int) -> None:
         self._sockets = [
-            _Socket(_endpoint(run_dir, f"plan-{rank}"), bind=True) for rank in range(1, world_size)
+            _Socket(_endpoint(run_dir, f"plan-{rank}"), bind=False) for rank in range(1, world_size)
         ]
 
     def send(self, plan: StepPlan) -> None:
@@ -233,7 +237,7 @@ class PlanReceiver:
     """A follower's end of the plan channel."""
 
     def __init__(self, run_dir: str, rank: int) -> None:
-        self._socket = _Socket(_endpoint(run_dir, f"plan-{rank}"), bind=False)
+        self._socket = _Socket(_endpoint(run_dir, f"plan-{rank}"), bind=True)
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def receive(self) -> StepPlan:

@@ -96,7 +96,7 @@ class StepResult(msgspec.Struct, kw_only=True):
 
     Attributes:
         sampled: per prefill chunk the token sampled, or None where none was asked for, or −1
-            where the logits held a NaN.
+            where the chunk came out as NaN, asked or not.
         decoded: one entry per decoding slot, in the plan's order.
     """
 

@@ -237,14 +237,14 @@ class Scheduler:
         self.stats.steps += 1
 
     def _commit_prefill(self, request: Request, chunk: PrefillChunk, token: int | None) -> None:
+        if token is not None and token < 0:
+            self._finish(request, "error", [], error=_NAN)
+            return
         request.computed += len(chunk.token_ids)
         self._index_pages(request)
         if request.computed == request.prefill_len:
             request.phase = Phase.DECODE
         if token is None:
-            return
-        if token < 0:
-            self._finish(request, "error", [], error=_NAN)
             return
         ids, reason = request.append([token], self.limits.eos, self.limits.max_model_len)
         self._emit(request, ids, reason, drafted=0, accepted=0)

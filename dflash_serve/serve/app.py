@@ -1,0 +1,84 @@
+"""The application builder: `serve deploy`, `serve run` and `serve.run` all come through here.
+
+No postponed annotations here: Ray Serve looks at the builder's annotation at run time, and a
+string in its place silently turns validation off.
+"""
+
+import dataclasses
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from dflash_serve.config import EngineConfig
+from dflash_serve.serve.ingress import Ingress
+from dflash_serve.serve.replica import Replica
+from dflash_serve.serve.settings import ServeSettings, placement_bundles
+
+__all__ = ["assemble", "build_app"]
+
+_CONTROL_SLOTS = 8
+"""Calls a replica takes beyond its request limit, so that health and status always get in."""
+_INGRESS_SLOTS = 4096
+
+
+def build_app(args: ServeSettings) -> Application:
+    """Build the application from a deployment file's `args`.
+
+    Raises:
+        pydantic.ValidationError: unknown or wrong settings; the text names the nearest key.
+    """
+    # Serve passes the model; code that calls the builder itself may pass a plain dict.
+    return assemble(args if isinstance(args, ServeSettings) else ServeSettings(**args))
+
+
+def assemble(settings: ServeSettings, replica: type[Any] = Replica) -> Application:
+    """Bind ingress and replica deployments; `replica` is a class like `Replica`."""
+    settings = settings.model_copy(update={"engine": resolve_device(settings.engine)})
+    engine = serve.deployment(replica).options(**_replica_options(settings)).bind(settings)
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(**_ingress_options(settings))
+    application: Application = ingress.bind(settings, engine)
+    return application
+
+
+def resolve_device(engine: EngineConfig) -> EngineConfig:
+    """Decide "auto" once for all ranks: cuda when the cluster has a GPU."""
+    if engine.device != "auto":
+        return engine
+    gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    return dataclasses.replace(engine, device="cuda" if gpus else "cpu")
+
+
+def _replica_options(settings: ServeSettings) -> dict[str, Any]:
+    gpu = settings.engine.device == "cuda"
+    return {
+        "name": "Replica",
+        "num_replicas": settings.replicas,
+        "max_ongoing_requests": settings.max_ongoing_requests + _CONTROL_SLOTS,
+        "max_queued_requests": settings.max_queued_requests,
+        "ray_actor_options": {"num_cpus": settings.replica_cpus},
+        "placement_group_bundles": placement_bundles(settings, gpu=gpu),
+        "placement_group_strategy": "STRICT_PACK",
+        "max_constructor_retry_count": settings.start_attempts,
+        **_common_options(settings),
+    }
+
+
+def _ingress_options(settings: ServeSettings) -> dict[str, Any]:
+    return {
+        "name": "Ingress",
+        "num_replicas": settings.ingress_replicas,
+        "max_ongoing_requests": _INGRESS_SLOTS,
+        "ray_actor_options": {"num_cpus": settings.ingress_cpus},
+        **_common_options(settings),
+    }
+
+
+def _common_options(settings: ServeSettings) -> dict[str, Any]:
+    return {
+        "health_check_period_s": settings.health_check_period_s,
+        "health_check_timeout_s": settings.health_check_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.graceful_shutdown_timeout_s,
+    }

@@ -1,0 +1,365 @@
+"""The gang: one Ray actor per tensor-parallel rank, started, watched and ended as one.
+
+Ray places the ranks, starts them and says when one dies; no Ray call is made per decode step.
+The ranks talk to the replica through sockets in a private folder, and among themselves through
+their own collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dflash_serve import errors, log
+from dflash_serve.config import EngineConfig
+from dflash_serve.engine.client import Port
+from dflash_serve.engine.messages import Command, Report
+from dflash_serve.errors import DFlashError, EngineDeadError
+from dflash_serve.serve.processes import await_exit
+from dflash_serve.serve.rundir import RunDir
+from dflash_serve.serve.settings import gpu_share
+
+__all__ = ["RankActor", "RankPlace", "RayExecutor"]
+
+logger = log.get_logger(__name__)
+
+_RUNNER = "dflash_serve.engine.rank"
+_CREATE_TIMEOUT_S = 120.0
+_WATCH_S = 1.0
+_CAUSE_GRACE_S = 0.3
+"""After a rank failed in a collective, how long to wait for the rank that really caused it."""
+_EXIT_TIMEOUT_S = 10.0
+
+
+class RankPlace(NamedTuple):
+    """Where a rank landed: what phase one of the start reports."""
+
+    node_id: str
+    pid: int
+    devices: tuple[str, ...]
+
+
+class RankActor:
+    """One rank's process. Made a Ray actor by `RayExecutor`, once its resources are known.
+
+    Args:
+        rank: tensor-parallel rank.
+        runner: module that holds `RankSpec` and `run_rank`.
+    """
+
+    def __init__(self, rank: int, runner: str = _RUNNER) -> None:
+        log.configure(rank=rank)
+        self._rank = rank
+        self._runner = runner
+        self._store: Any = None
+
+    def place(self) -> RankPlace:
+        """Report node, process and the devices Ray assigned."""
+        context = ray.get_runtime_context()
+        devices = tuple(context.get_accelerator_ids().get("GPU", ()))
+        return RankPlace(context.get_node_id(), os.getpid(), devices)
+
+    def bind_store(self) -> int:
+        """Open the rendezvous on a port the system picks, and keep it open; rank 0 only."""
+        from dflash_serve.parallel.group import bind_store
+
+        self._store = bind_store()
+        return int(self._store.port)
+
+    def run(self, run_dir: str, config: EngineConfig, world_size: int, store_port: int) -> None:
+        """Load and serve until told to stop; blocks. Returning or raising ends the gang."""
+        module = importlib.import_module(self._runner)
+        spec = module.RankSpec(
+            config=config,
+            rank=self._rank,
+            world_size=world_size,
+            run_dir=run_dir,
+            store_host="127.0.0.1",
+            store_port=store_port,
+        )
+        module.run_rank(spec, store=self._store)
+
+
+class RayExecutor:
+    """Runs the ranks of one engine as Ray actors (an `Executor`).
+
+    Inside a Serve replica the ranks go into the replica's own placement group, one bundle each;
+    elsewhere the executor makes a group of its own and removes it.
+
+    Args:
+        config: the engine configuration.
+        rank_cpus: CPUs reserved per rank.
+        runner: module with `RankSpec`, `run_rank` and `rank_environment`; tests put a stand-in
+            here.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, rank_cpus: float = 1.0, runner: str = _RUNNER
+    ) -> None:
+        # Said once for all ranks: they cannot see how many share the cores.
+        threads = config.threads or max(1, usable_cores() // config.tensor_parallel_size)
+        self._config = dataclasses.replace(config, threads=threads)
+        self._rank_cpus = rank_cpus
+        self._runner = runner
+        self._actors: list[ActorHandle] = []
+        self._runs: list[ray.ObjectRef] = []
+        self._own_group: PlacementGroup | None = None
+        self._run_dir: RunDir | None = None
+        self._failure: str | None = None
+        self._stopping = threading.Event()
+        self._ended = threading.Lock()
+        self._watcher: threading.Thread | None = None
+        self.places: list[RankPlace] = []
+
+    def start(self) -> Port:
+        """Start every rank in two phases: create and report, then connect and load.
+
+        Raises:
+            EngineDeadError: a rank could not be placed or died; names the rank.
+        """
+        from dflash_serve.engine.transport import ZmqPort
+
+        self._run_dir = RunDir()
+        port = ZmqPort.bind(str(self._run_dir.path))
+        try:
+            self._create_actors()
+            self.places = [
+                self._await(actor.place.remote(), rank) for rank, actor in enumerate(self._actors)
+            ]
+            self._check_places()
+            self._run_ranks(str(self._run_dir.path))
+        except BaseException:
+            port.close()
+            self.shutdown()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="gang-watch", daemon=True)
+        self._watcher.start()
+        return _ExplainingPort(port, self)
+
+    def failure(self) -> str | None:
+        """Why the gang is dead, or None. Reads a variable: the watch thread asks Ray."""
+        return self._failure
+
+    def explain(self, symptom: str) -> str:
+        """The likeliest cause of what rank 0 reports as its end.
+
+        When a rank dies, rank 0 often notices first, as a broken collective; who died is known
+        a moment later.
+        """
+        if symptom.partition(":")[0] in errors.__all__:
+            return symptom
+        deadline = time.monotonic() + 2 * _CAUSE_GRACE_S
+        while self._failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._failure or symptom
+
+    def shutdown(self) -> None:
+        """End every rank and remove what the gang left on the host. Idempotent."""
+        self._stopping.set()
+        self._kill_ranks()
+        if self._watcher is not None:
+            self._watcher.join()  # the kill has ended what it waits for
+            self._watcher = None
+        if self._own_group is not None:
+            ray.util.remove_placement_group(self._own_group)
+            self._own_group = None
+        if self._run_dir is not None:
+            self._run_dir.remove()
+            self._run_dir = None
+
+    # -- start ------------------------------------------------------------------------------
+
+    def _create_actors(self) -> None:
+        group = ray.util.get_current_placement_group() or self._make_group()
+        for rank in range(self._config.tensor_parallel_size):
+            self._actors.append(self._create_actor(rank, group))
+
+    def _create_actor(self, rank: int, group: PlacementGroup) -> ActorHandle:
+        options: dict[str, Any] = {
+            "num_cpus": self._rank_cpus,
+            "num_gpus": self._gpus_per_rank(),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=rank
+            ),
+            "runtime_env": {"env_vars": self._environment()},
+        }
+        actor: ActorHandle = ray.remote(RankActor).options(**options).remote(rank, self._runner)
+        return actor
+
+    def _environment(self) -> dict[str, str]:
+        module = importlib.import_module(self._runner)
+        environment: dict[str, str] = module.rank_environment(self._config, usable_cores())
+        return environment
+
+    def _gpus_per_rank(self) -> float:
+        return gpu_share(self._config) if self._config.device == "cuda" else 0
+
+    def _make_group(self) -> PlacementGroup:
+        bundle = {"CPU": self._rank_cpus}
+        if self._gpus_per_rank():
+            bundle["GPU"] = self._gpus_per_rank()
+        bundles = [dict(bundle) for _ in range(self._config.tensor_parallel_size)]
+        self._own_group = ray.util.placement_group(bundles, strategy="STRICT_PACK")
+        if not self._own_group.wait(_CREATE_TIMEOUT_S):
+            raise EngineDeadError(
+                f"Ray found no node with {bundles} free within {_CREATE_TIMEOUT_S:.0f} s; "
+                f"the cluster has {ray.available_resources()} free"
+            )
+        return self._own_group
+
+    def _check_places(self) -> None:
+        nodes = {place.node_id for place in self.places}
+        if len(nodes) > 1:
+            raise EngineDeadError(
+                f"the ranks landed on {len(nodes)} nodes; they must share one: use "
+                "placement_group_strategy STRICT_PACK"
+            )
+        devices = [place.devices for place in self.places]
+        if self._config.device == "cuda" and not self._config.share_gpu:
+            _check_distinct(devices)
+        logger.info("ranks placed: %s", [(p.pid, p.devices) for p in self.places])
+
+    def _run_ranks(self, run_dir: str) -> None:
+        world_size = len(self._actors)
+        # A gang of one has nobody to meet.
+        bind = self._actors[0].bind_store.remote
+        store_port = self._await(bind(), 0) if world_size > 1 else 0
+        self._runs = [
+            actor.run.remote(run_dir, self._config, world_size, store_port)
+            for actor in self._actors
+        ]
+
+    def _await(self, ref: ray.ObjectRef, rank: int) -> Any:
+        try:
+            return ray.get(ref, timeout=_CREATE_TIMEOUT_S)
+        except GetTimeoutError as error:
+            raise EngineDeadError(
+                f"rank {rank} did not start within {_CREATE_TIMEOUT_S:.0f} s"
+            ) from error
+        except RayError as error:
+            raise EngineDeadError(describe_death(rank, error)) from error
+
+    # -- watch ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait for the first rank to end, find the cause, and end the others with it."""
+        while not self._stopping.is_set():
+            done, _ = ray.wait(self._runs, num_returns=1, timeout=_WATCH_S)
+            if done and not self._stopping.is_set():
+                self._failure = self._cause()
+                logger.warning("%s; ending the whole gang", self._failure)
+                self._kill_ranks()
+                return
+
+    def _cause(self) -> str:
+        """Text of the failure that explains the others best."""
+        deadline = time.monotonic() + _CAUSE_GRACE_S
+        while True:
+            ends = self._ends()
+            if ends[0][0] == 0 or time.monotonic() > deadline:
+                return ends[0][1]
+            time.sleep(0.02)
+
+    def _ends(self) -> list[tuple[int, str]]:
+        """(weight, text) per ended rank; the lowest weight is the likeliest cause."""
+        done, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=0)
+        ends = []
+        for rank, ref in enumerate(self._runs):
+            if ref in done:
+                error = _error_of(ref)
+                ends.append((_weight(error), describe_death(rank, error)))
+        return sorted(ends)
+
+    def _kill_ranks(self) -> None:
+        with self._ended:
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            self._actors.clear()
+            self._await_exit()
+
+    def _await_exit(self) -> None:
+        """Ray answers a kill before the process is gone; memory is free only after."""
+        here = ray.get_runtime_context().get_node_id()
+        left = await_exit((p.pid for p in self.places if p.node_id == here), _EXIT_TIMEOUT_S)
+        if left:
+            logger.warning("rank processes %s outlived their kill", sorted(left))
+
+
+class _ExplainingPort:
+    """The gang's port, naming the rank that died where rank 0 only saw the consequence."""
+
+    def __init__(self, port: Port, gang: RayExecutor) -> None:
+        self._port = port
+        self._gang = gang
+
+    def send(self, commands: list[Command]) -> None:
+        self._port.send(commands)
+
+    def close(self) -> None:
+        self._port.close()
+
+    def receive(self, timeout_s: float) -> Report | None:
+        report = self._port.receive(timeout_s)
+        if report is not None and report.fatal is not None:
+            report.fatal = self._gang.explain(report.fatal)
+        return report
+
+
+def describe_death(rank: int, error: BaseException | None) -> str:
+    """Why a rank ended, in one line: rank, kind, text."""
+    if error is None:
+        return f"rank {rank} stopped by itself"
+    if isinstance(error, RayTaskError):
+        cause = error.cause if error.cause is not None else error
+        return f"rank {rank} failed: {type(cause).__name__}: {cause}"
+    if isinstance(error, RayActorError):
+        return f"rank {rank} died: its process was killed or crashed"
+    return f"rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut by the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def _error_of(ref: ray.ObjectRef) -> BaseException | None:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        cause: BaseException = error
+        return cause
+    return None
+
+
+def _weight(error: BaseException | None) -> int:
+    """0 for a death or an error raised on purpose; 1 for what may only be its echo."""
+    if isinstance(error, RayTaskError):
+        return 0 if isinstance(error.cause, DFlashError) else 1
+    return 0 if isinstance(error, RayActorError) else 1
+
+
+def _check_distinct(devices: list[tuple[str, ...]]) -> None:
+    flat = [device for per_rank in devices for device in per_rank]
+    if len(flat) != len(devices) or len(set(flat)) != len(flat):
+        raise EngineDeadError(
+            f"each rank needs one GPU of its own, but Ray assigned {devices}; "
+            "reserve one GPU per rank, or set share_gpu for a test"
+        )

@@ -1,0 +1,326 @@
+"""Serve a deployment file on this machine, from nothing to a first answer, until Ctrl-C.
+
+    python -m dflash_serve.serve.local --tp 1 --port 8000
+
+Starts a Ray of its own (without the dashboard, whose processes cost about a gigabyte), deploys,
+waits until the server is ready, prints how to talk to it, and takes everything down again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.errors import ConfigError, DFlashError, EngineDeadError
+from dflash_serve.serve.processes import await_exit, descendants, kill
+from dflash_serve.serve.settings import ServeSettings, placement_bundles
+
+__all__ = ["main", "serve_locally"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CONFIG = _ROOT / "deployments" / "demo.yaml"
+_PREPARE = "deployments.demo.prepare"
+_APPLICATION = "dflash"
+_OBJECT_STORE_BYTES = 100_000_000  # nothing large goes through Ray's object store
+_PORTS_TRIED = 100
+_STOP_TIMEOUT_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to start: the file's settings after the command line's changes."""
+
+    settings: ServeSettings
+    http: dict[str, Any]
+    controller: dict[str, Any] | None
+
+
+def serve_locally(config: Path, *, tp: int | None, port: int | None) -> None:
+    """Serve a deployment file until interrupted.
+
+    Args:
+        config: the deployment file.
+        tp: tensor-parallel size in place of the file's.
+        port: HTTP port in place of the file's; the next free one when it is taken.
+
+    Raises:
+        ConfigError: the file cannot be served.
+        EngineDeadError: the application did not start; the text says why.
+    """
+    _set_environment()
+    plan = _plan(config, tp, port)
+    _prepare_target(plan.settings, config)
+    started = time.monotonic()
+    try:
+        _start_ray(plan.settings)
+        _deploy(plan)
+        _wait_until_running(started)
+        _introduce(plan, time.monotonic() - started)
+        _say("press Ctrl-C to stop")
+        threading.Event().wait()
+    finally:
+        _ignore_signals()
+        _say("stopping")
+        stop()
+        _say("stopped")
+
+
+# -- the plan --------------------------------------------------------------------------------
+
+
+def _plan(config: Path, tp: int | None, port: int | None) -> _Plan:
+    from dflash_serve.serve.validate import load_config, validate_config
+
+    report = validate_config(config)
+    report.require_valid()
+    if len(report.applications) != 1:
+        raise ConfigError(
+            f"{config} holds {len(report.applications)} dflash-serve applications; "
+            "allowed here: one. Use `serve deploy` for more"
+        )
+    (settings,) = report.applications.values()
+    if tp is not None:
+        engine = dataclasses.replace(settings.engine, tensor_parallel_size=tp)
+        settings = settings.model_copy(update={"engine": engine})
+    raw = load_config(config)
+    http = dict(raw.get("http_options") or {})
+    wanted = port or int(http.get("port", 8000))
+    http["port"] = free_port(http.setdefault("host", "127.0.0.1"), wanted)
+    if http["port"] != wanted:
+        _say(f"port {wanted} is taken; using {http['port']}")
+    return _Plan(settings, http, raw.get("controller_options"))
+
+
+def free_port(host: str, wanted: int) -> int:
+    """`wanted`, or the next port above it that nobody listens on.
+
+    Raises:
+        ConfigError: none of the next hundred is free.
+    """
+    for port in range(wanted, min(wanted + _PORTS_TRIED, 65536)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(
+        f"ports {wanted} to {wanted + _PORTS_TRIED - 1} on {host} are taken; give --port"
+    )
+
+
+def _prepare_target(settings: ServeSettings, config: Path) -> None:
+    """Make the demo target on the first run; every other target must be there."""
+    target = Path(settings.engine.target)
+    if (target / "config.json").is_file():
+        return
+    if config.resolve() != _CONFIG:
+        raise ConfigError(f"target {target} holds no config.json; give the folder of a checkpoint")
+    _say(f"preparing the demo model in {target} (once)")
+    command = [sys.executable, "-m", _PREPARE, "--output", str(target)]
+    subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+# -- start -----------------------------------------------------------------------------------
+
+
+def _set_environment() -> None:
+    """What Ray reads from the environment, once, when it is imported."""
+    if "ray" in sys.modules:
+        return  # too late: its native part keeps what it found, and a change would split the two
+    # The token file in the user's home is shared by every Ray of this user, so other clients of
+    # this user can talk to this one.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def _start_ray(settings: ServeSettings) -> None:
+    import ray
+
+    _say("starting Ray")
+    ray.init(
+        num_cpus=_logical_cpus(settings),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="WARNING",
+    )
+    _raise_on_signals()  # ray.init has put handlers of its own
+
+
+def _logical_cpus(settings: ServeSettings) -> int:
+    """Ray's CPU count is bookkeeping: ranks share the cores there are, however few."""
+    bundles = placement_bundles(settings, gpu=False)
+    replicas = settings.replicas * sum(bundle["CPU"] for bundle in bundles)
+    ingresses = settings.ingress_replicas * settings.ingress_cpus
+    return max(os.cpu_count() or 1, math.ceil(replicas + ingresses))
+
+
+def _deploy(plan: _Plan) -> None:
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    from dflash_serve.serve.app import build_app
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=plan.http,
+        controller_options=plan.controller,
+        logging_config=quiet,
+    )
+    target = serve.RunTarget(
+        build_app(plan.settings), name=_APPLICATION, route_prefix="/", logging_config=quiet
+    )
+    serve.run_many(
+        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+
+
+def _wait_until_running(started: float) -> None:
+    from ray import serve
+
+    with _progress("loading", started) as show:
+        while True:
+            status = serve.status().applications[_APPLICATION]
+            if status.status == "RUNNING":
+                return
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                texts = [reason(d.message) for d in status.deployments.values() if d.message]
+                raise EngineDeadError("\n".join(texts) or status.message or status.status)
+            show(", ".join(f"{n} {d.status.value}" for n, d in status.deployments.items()))
+            time.sleep(0.25)
+
+
+def reason(message: str) -> str:
+    """The last error of a traceback that Serve put into a status message."""
+    lines = message.rstrip().splitlines()
+    starts = [n for n, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return "\n".join(lines[starts[-1] :]) if starts else message
+
+
+# -- what the user sees ----------------------------------------------------------------------
+
+
+def _introduce(plan: _Plan, seconds: float) -> None:
+    from dflash_serve.serve.sample import ask, curl_line
+
+    url = f"http://{plan.http['host']}:{plan.http['port']}"
+    tp = plan.settings.engine.tensor_parallel_size
+    _say(f"{plan.settings.model} (tp {tp}) is ready after {seconds:.0f} s: {url}/v1")
+    print(f"\n{curl_line(url, plan.settings.model)}\n", flush=True)
+    try:
+        answer = ask(url, plan.settings.model)
+    except urllib.error.HTTPError as error:
+        # A model without a chat template serves completions all the same.
+        _say(f"no sample answer: {error.read().decode()}")
+        return
+    print(f"user       {answer.question}\nassistant  {answer.text}\n", flush=True)
+    _say(answer.figures())
+
+
+@contextlib.contextmanager
+def _progress(what: str, started: float) -> Iterator[Any]:
+    """Show what is going on: one line rewritten on a terminal, a line when it changes if not."""
+    terminal = sys.stderr.isatty()
+    shown = ""
+
+    def show(state: str) -> None:
+        nonlocal shown
+        if terminal:
+            line = f"{what}: {time.monotonic() - started:4.0f} s  {state}"
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        elif state != shown:
+            _say(f"{what}: {state}")
+        shown = state
+
+    try:
+        yield show
+    finally:
+        if terminal and shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"serve: {text}", file=sys.stderr, flush=True)
+
+
+# -- stop ------------------------------------------------------------------------------------
+
+
+def stop() -> None:
+    """Take Serve and Ray down, and wait until every process started for them is gone."""
+    ray = sys.modules.get("ray")
+    if ray is None:
+        return
+    processes = descendants(os.getpid())
+    started = ray.is_initialized()
+    if started:
+        _delete_application()
+    ray.shutdown()
+    # Processes of a Ray that was interrupted while it started do not know that they should go.
+    processes |= descendants(os.getpid())
+    kill(await_exit(processes, _STOP_TIMEOUT_S if started else 1.0))
+
+
+def _delete_application() -> None:
+    """Let replicas finish and end their ranks; the rest of Serve goes with Ray.
+
+    `serve.shutdown` would take five seconds more and print a failure that is none.
+    """
+    from ray import serve
+
+    if _APPLICATION in serve.status().applications:
+        serve.delete(_APPLICATION)
+
+
+def _raise_on_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def _ignore_signals() -> None:
+    """Stopping takes seconds; a second Ctrl-C must not leave half of it running."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def main() -> int:
+    """Command line of `make serve`."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, default=_CONFIG, help="deployment file")
+    parser.add_argument("--tp", type=int, help="tensor-parallel size in place of the file's")
+    parser.add_argument("--port", type=int, help="HTTP port; the next free one if it is taken")
+    arguments = parser.parse_args()
+    os.chdir(_ROOT)  # relative paths of the demo's file start here
+    _raise_on_signals()
+    try:
+        serve_locally(arguments.config.resolve(), tp=arguments.tp, port=arguments.port)
+    except KeyboardInterrupt:
+        return 0
+    except (DFlashError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

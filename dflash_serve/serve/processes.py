@@ -1,0 +1,67 @@
+"""Looking at processes of this host, and waiting for them to be gone (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["await_exit", "descendants", "is_running", "kill"]
+
+_POLL_S = 0.02
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    return _state(pid) not in (None, "Z")
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _fields(int(folder.name))
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = children.get(waiting.pop(), [])
+        found.update(new)
+        waiting.extend(new)
+    return found
+
+
+def await_exit(pids: Iterable[int], timeout_s: float) -> set[int]:
+    """Wait until the processes are gone; returns those that outlived the deadline."""
+    deadline = time.monotonic() + timeout_s
+    left = set(pids)
+    while left := {pid for pid in left if is_running(pid)}:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(_POLL_S)
+    return left
+
+
+def kill(pids: Iterable[int]) -> None:
+    """End processes at once; those already gone are fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str | None:
+    fields = _fields(pid)
+    return None if fields is None else fields[0]
+
+
+def _fields(pid: int) -> list[str] | None:
+    """State, parent, … of a process; None when it is gone."""
+    try:
+        # The name in front stands in parentheses and may hold anything, parentheses too.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,164 @@
+"""The typed arguments of a deployment: what a deployment file's `args` may hold.
+
+No postponed annotations here: Ray Serve looks at the builder's annotation at run time, and a
+string in its place silently turns validation off.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dflash_serve.config import EngineConfig
+from dflash_serve.errors import ConfigError
+
+__all__ = ["ServeSettings", "describe_unknown_key", "expand_path", "placement_bundles"]
+
+_ENGINE_KEYS = tuple(f.name for f in dataclasses.fields(EngineConfig))
+_PATH_KEYS = ("target", "draft")
+_QUEUE_PER_RUNNING = 8
+_GPU_SHARE_STEPS = 10_000  # Ray counts resources in ten-thousandths
+
+
+class ServeSettings(BaseModel):
+    """One served model: its engine, its replicas, its limits.
+
+    Engine keys may be given under `engine` or beside the others (`serve run ... target=...` can
+    only pass flat keys). Paths may hold `~` and `$VARIABLES`; a relative path is taken from the
+    working directory of the process that builds the application (with `serve deploy`, where
+    `ray start` was called).
+
+    Attributes:
+        model: name clients use; the last part of the target's path when left out.
+        engine: the engine's own configuration. The executor is always "ray".
+        replicas: engine replicas, each with its own `engine.tensor_parallel_size` ranks.
+        ingress_replicas: HTTP front ends.
+        max_ongoing_requests: requests one replica holds, waiting ones included; more are
+            refused with HTTP 429. Left out: eight times `engine.max_running`.
+        max_queued_requests: requests one ingress keeps while no replica takes them.
+        rank_cpus: CPUs Ray reserves per rank.
+        replica_cpus: CPUs Ray reserves for tokenising and detokenising, per replica.
+        ingress_cpus: CPUs Ray reserves per ingress.
+        health_check_period_s: seconds between two health checks of a replica.
+        health_check_timeout_s: seconds after which a health check counts as failed.
+        graceful_shutdown_timeout_s: seconds running requests get before a replica stops.
+        queue_timeout_s: seconds a request may wait for its first token.
+        request_timeout_s: seconds a whole request may take.
+        start_attempts: failed starts after which the deployment is given up.
+        accelerator_type: restricts the ranks to one kind of GPU, as Ray names it ("H100").
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1)
+    engine: EngineConfig
+    replicas: int = Field(default=1, ge=1)
+    ingress_replicas: int = Field(default=1, ge=1)
+    max_ongoing_requests: int = Field(ge=1)
+    max_queued_requests: int = Field(default=64, ge=1)
+    rank_cpus: float = Field(default=1.0, gt=0)
+    replica_cpus: float = Field(default=0.25, gt=0)
+    ingress_cpus: float = Field(default=0.25, gt=0)
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    health_check_timeout_s: float = Field(default=4.0, gt=0)
+    graceful_shutdown_timeout_s: float = Field(default=30.0, gt=0)
+    queue_timeout_s: float = Field(default=120.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    start_attempts: int = Field(default=3, ge=1)
+    accelerator_type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or isinstance(values.get("engine"), EngineConfig):
+            return values
+        known = (*cls.model_fields, *_ENGINE_KEYS)
+        _refuse_unknown(values, known, "args")
+        engine = dict(values.get("engine") or {})
+        _refuse_unknown(engine, _ENGINE_KEYS, "args.engine")
+        settings = {k: v for k, v in values.items() if k in cls.model_fields}
+        flat = {k: v for k, v in values.items() if k in _ENGINE_KEYS}
+        _refuse_twice(engine, flat)
+        settings["engine"] = _engine_values(engine | flat)
+        _fill_in(settings)
+        return settings
+
+
+def placement_bundles(settings: ServeSettings, *, gpu: bool) -> list[dict[str, float]]:
+    """Ray resources of one replica: a bundle per rank, the replica's own CPU in the first."""
+    engine = settings.engine
+    bundle = {"CPU": settings.rank_cpus}
+    if gpu:
+        bundle["GPU"] = gpu_share(engine)
+        if settings.accelerator_type is not None:
+            bundle[f"accelerator_type:{settings.accelerator_type}"] = 0.001
+    bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
+    bundles[0]["CPU"] += settings.replica_cpus
+    return bundles
+
+
+def gpu_share(engine: EngineConfig) -> float:
+    """GPUs one rank reserves: one, or an equal part of one when ranks share it."""
+    if not engine.share_gpu:
+        return 1.0
+    return _GPU_SHARE_STEPS // engine.tensor_parallel_size / _GPU_SHARE_STEPS
+
+
+def describe_unknown_key(key: str, known: Iterable[str], where: str) -> str:
+    """Error text for a key that nothing reads: where it is, and the nearest known one."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(names)}"
+    return f"unknown key {key!r} in {where}; {hint}"
+
+
+def expand_path(path: str) -> str:
+    """Absolute form of a path that may hold `~` and environment variables.
+
+    Raises:
+        ConfigError: a variable in it is not set.
+    """
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if "$" in expanded:
+        raise ConfigError(f"path {path!r} names an environment variable that is not set; set it")
+    return os.path.abspath(expanded)
+
+
+def _refuse_unknown(values: dict[str, Any], known: Iterable[str], where: str) -> None:
+    unknown = [key for key in values if key not in set(known)]
+    if unknown:
+        raise ValueError("; ".join(describe_unknown_key(key, known, where) for key in unknown))
+
+
+def _refuse_twice(engine: dict[str, Any], flat: dict[str, Any]) -> None:
+    twice = sorted(engine.keys() & flat.keys())
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} given in args and again in args.engine; give each once"
+        )
+
+
+def _engine_values(engine: dict[str, Any]) -> dict[str, Any]:
+    if engine.setdefault("executor", "ray") != "ray":
+        raise ValueError(
+            f"executor is {engine['executor']!r}; allowed in a deployment: ray (leave it out). "
+            "The others are for `dflash-serve generate`"
+        )
+    for key in _PATH_KEYS:
+        if isinstance(engine.get(key), str):
+            engine[key] = expand_path(engine[key])
+    return engine
+
+
+def _fill_in(settings: dict[str, Any]) -> None:
+    """Defaults that follow from other values."""
+    engine = settings["engine"]
+    if "model" not in settings and isinstance(engine.get("target"), str):
+        settings["model"] = os.path.basename(engine["target"])
+    if settings.get("max_ongoing_requests") is None:
+        running = engine.get("max_running", EngineConfig.max_running)
+        # A value of the wrong type is reported by the engine's own validation.
+        settings["max_ongoing_requests"] = _QUEUE_PER_RUNNING * int(running or 1)

@@ -1,0 +1,207 @@
+"""Strict validation of a whole Ray Serve config file.
+
+Serve drops unknown keys silently at the top, application and deployment level, and a misspelt
+placement strategy only fails once a replica starts. Both are errors here, with the path to the
+key and the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from dflash_serve.errors import ConfigError
+from dflash_serve.serve.settings import ServeSettings, describe_unknown_key, placement_bundles
+
+__all__ = ["BUILDER", "ConfigReport", "validate_config"]
+
+BUILDER = "dflash_serve.serve.app:build_app"
+"""The import path whose `args` are a `ServeSettings`."""
+
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+_DEPLOYMENTS = ("Ingress", "Replica")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigReport:
+    """What a config file holds.
+
+    Attributes:
+        path: the file.
+        problems: errors, one line each; the file must not be deployed unless this is empty.
+        warnings: what may be right on another machine (a folder that is not on this one).
+        applications: typed settings by application name, for those that validate.
+    """
+
+    path: Path
+    problems: list[str]
+    warnings: list[str]
+    applications: dict[str, ServeSettings]
+
+    def require_valid(self) -> None:
+        """Raise when there is a problem.
+
+        Raises:
+            ConfigError: every problem, one a line.
+        """
+        if self.problems:
+            raise ConfigError(f"{self.path} cannot be served:\n" + "\n".join(self.problems))
+
+
+def validate_config(path: str | Path) -> ConfigReport:
+    """Check a Serve config file without starting anything.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a YAML mapping.
+    """
+    path = Path(path)
+    config = load_config(path)
+    report = ConfigReport(path, [], [], {})
+    report.problems.extend(_unknown_keys(config, ServeDeploySchema, "the top level"))
+    if not report.problems:
+        report.problems.extend(_schema_errors(config))
+    for number, application in enumerate(_applications(config)):
+        _check_application(application, f"applications[{number}]", report)
+    return report
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: no such file, no YAML, or no mapping.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}; a Serve config is a mapping")
+    return config
+
+
+def _applications(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = config.get("applications")
+    return [a for a in found if isinstance(a, dict)] if isinstance(found, list) else []
+
+
+def _schema_errors(config: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        ServeDeploySchema.model_validate(config)
+    except pydantic.ValidationError as error:
+        yield from _lines(error, "")
+
+
+def _check_application(application: Mapping[str, Any], where: str, report: ConfigReport) -> None:
+    for deployment in application.get("deployments") or ():
+        report.problems.extend(_strategy_problems(deployment, where))
+    if application.get("import_path") != BUILDER:
+        return  # another application in the same file; its args are its own
+    try:
+        settings = ServeSettings.model_validate(application.get("args") or {})
+    except pydantic.ValidationError as error:
+        report.problems.extend(_lines(error, f"{where}.args"))
+        return
+    except ConfigError as error:
+        report.problems.append(f"{where}.args: {error}")
+        return
+    report.applications[str(application.get("name", "default"))] = settings
+    report.problems.extend(_override_problems(application, settings, where))
+    report.warnings.extend(_missing_folders(settings, where))
+
+
+def _strategy_problems(deployment: Mapping[str, Any], where: str) -> Iterator[str]:
+    strategy = deployment.get("placement_group_strategy")
+    name = deployment.get("name")
+    given = f"{where}.deployments[{name}].placement_group_strategy is {strategy!r}; "
+    if strategy is None:
+        return
+    if strategy not in _STRATEGIES:
+        yield given + f"allowed: {', '.join(_STRATEGIES)}"
+    elif name == "Replica" and strategy != "STRICT_PACK":
+        yield given + ("the ranks of one replica share a host: use STRICT_PACK or leave it out")
+
+
+def _override_problems(
+    application: Mapping[str, Any], settings: ServeSettings, where: str
+) -> Iterator[str]:
+    """Overrides that would contradict what the builder computes."""
+    need = placement_bundles(settings, gpu=settings.engine.device == "cuda")
+    for deployment in application.get("deployments") or ():
+        name = deployment.get("name")
+        if name not in _DEPLOYMENTS:
+            yield f"{where}: " + describe_unknown_key(str(name), _DEPLOYMENTS, "deployments")
+        bundles = deployment.get("placement_group_bundles")
+        if name == "Replica" and bundles is not None and len(bundles) != len(need):
+            yield (
+                f"{where}.deployments[Replica] has {len(bundles)} placement_group_bundles, but "
+                f"tensor_parallel_size {len(need)} needs {len(need)}; leave them out"
+            )
+
+
+def _missing_folders(settings: ServeSettings, where: str) -> Iterator[str]:
+    for key in ("target", "draft"):
+        folder = getattr(settings.engine, key)
+        if folder is not None and not Path(folder).is_dir():
+            yield f"{where}.args.engine.{key}: {folder} is not a folder on this machine"
+
+
+# -- unknown keys ----------------------------------------------------------------------------
+
+
+def _unknown_keys(value: Any, annotation: Any, where: str) -> Iterator[str]:
+    """Keys of a YAML value that the schema's models have no field for, at any depth."""
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            for inner in _item_types(annotation):
+                yield from _unknown_keys(item, inner, f"{where}[{number}]")
+        return
+    model = _model_of(annotation)
+    if model is None or not isinstance(value, dict):
+        return
+    fields = _fields(model)
+    for key, item in value.items():
+        if key not in fields:
+            yield describe_unknown_key(str(key), fields, where)
+        else:
+            inner_where = key if where == "the top level" else f"{where}.{key}"
+            yield from _unknown_keys(item, fields[key], inner_where)
+
+
+def _fields(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+    names = {field.alias or name: field for name, field in model.model_fields.items()}
+    return {name: field.annotation for name, field in names.items()}
+
+
+def _model_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The model inside an annotation, if a mapping given for it is read as that model."""
+    options = typing.get_args(annotation) or (annotation,)
+    if typing.get_origin(annotation) in (list, dict):
+        return None
+    for option in options:
+        if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
+            return option
+    return None
+
+
+def _item_types(annotation: Any) -> Iterator[Any]:
+    if typing.get_origin(annotation) is list:
+        yield from typing.get_args(annotation)
+        return
+    for option in typing.get_args(annotation):
+        yield from _item_types(option)
+
+
+def _lines(error: pydantic.ValidationError, where: str) -> Iterator[str]:
+    for detail in error.errors():
+        path = ".".join((*filter(None, (where,)), *map(str, detail["loc"])))
+        yield f"{path}: {detail['msg'].removeprefix('Value error, ')}"

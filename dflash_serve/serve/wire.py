@@ -1,0 +1,102 @@
+"""What crosses a deployment handle: requests, deltas and errors, as msgpack bytes.
+
+Errors travel as data. An exception raised in a replica would reach the ingress wrapped by Ray,
+and Serve would log a traceback for every mistake a client makes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflash_serve import errors
+from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
+from dflash_serve.errors import DFlashError, OverloadedError, RequestError
+
+__all__ = [
+    "decode_delta",
+    "decode_request",
+    "decode_status",
+    "encode_delta",
+    "encode_error",
+    "encode_request",
+    "encode_status",
+]
+
+
+class _Failure(msgspec.Struct, omit_defaults=True):
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after_s: float = 1.0
+
+
+class _Item(msgspec.Struct, omit_defaults=True):
+    """One element of a stream: a delta or the error that ends it."""
+
+    delta: Delta | None = None
+    failure: _Failure | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request = msgspec.msgpack.Decoder(GenerationRequest)
+_item = msgspec.msgpack.Decoder(_Item)
+_status = msgspec.msgpack.Decoder(ReplicaStatus)
+
+
+def encode_request(request: GenerationRequest) -> bytes:
+    """Serialise a request."""
+    return _encoder.encode(request)
+
+
+def decode_request(data: bytes) -> GenerationRequest:
+    """Inverse of `encode_request`."""
+    return _request.decode(data)
+
+
+def encode_delta(delta: Delta) -> bytes:
+    """Serialise one element of a stream."""
+    return _encoder.encode(_Item(delta=delta))
+
+
+def encode_error(error: DFlashError) -> bytes:
+    """Serialise the error that ends a stream."""
+    failure = _Failure(
+        kind=type(error).__name__,
+        message=str(error),
+        param=getattr(error, "param", None),
+        retry_after_s=getattr(error, "retry_after_s", 1.0),
+    )
+    return _encoder.encode(_Item(failure=failure))
+
+
+def decode_delta(data: bytes) -> Delta:
+    """Inverse of `encode_delta`.
+
+    Raises:
+        DFlashError: the element holds an error; it is raised as the class it was.
+    """
+    item = _item.decode(data)
+    if item.failure is not None:
+        raise _rebuild(item.failure)
+    assert item.delta is not None, "a stream element holds a delta or an error"
+    return item.delta
+
+
+def encode_status(status: ReplicaStatus) -> bytes:
+    """Serialise a replica's status."""
+    return _encoder.encode(status)
+
+
+def decode_status(data: bytes) -> ReplicaStatus:
+    """Inverse of `encode_status`."""
+    return _status.decode(data)
+
+
+def _rebuild(failure: _Failure) -> DFlashError:
+    kind = getattr(errors, failure.kind) if failure.kind in errors.__all__ else DFlashError
+    if issubclass(kind, RequestError):
+        return kind(failure.message, failure.param)
+    if issubclass(kind, OverloadedError):
+        return kind(failure.message, failure.retry_after_s)
+    error: DFlashError = kind(failure.message)
+    return error

@@ -1,0 +1,246 @@
+import copy
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from dflash_serve.serve.settings import placement_bundles
+from dflash_serve.serve.validate import validate_config
+
+ROOT = Path(__file__).resolve().parents[2]
+K8S = ROOT / "k8s"
+CRDS = ROOT.parent / "shared" / "crds"
+DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))
+KUSTOMIZATIONS = sorted(K8S.rglob("kustomization.yaml"))
+GPU_RESOURCE = "nvidia.com/gpu"
+
+needs_crds = pytest.mark.skipif(
+    not CRDS.is_dir(), reason=f"the CRD schemas are not here ({CRDS} is absent)"
+)
+
+
+def load_generator():
+    spec = importlib.util.spec_from_file_location("k8s_generate", K8S / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_generator()
+
+
+# -- what kustomize would do, as far as these manifests use it --------------------------------
+
+
+def build(folder: Path) -> list[dict]:
+    """The objects of a kustomization: resources, then JSON patches."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    objects: list[dict] = []
+    for name in kustomization.get("resources", ()):
+        path = folder / name
+        objects += build(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text()))
+    for patch in kustomization.get("patches", ()):
+        operations = yaml.safe_load((folder / patch["path"]).read_text())
+        matching = [o for o in objects if fits(o, patch["target"])]
+        assert matching, f"{patch} fits nothing"
+        for found in matching:
+            for operation in operations:
+                apply(found, operation)
+    return objects
+
+
+def fits(manifest: dict, target: dict) -> bool:
+    return manifest["kind"] == target["kind"] and manifest["metadata"]["name"] == target["name"]
+
+
+def apply(document, operation: dict) -> None:
+    assert operation["op"] == "replace"
+    *parents, last = operation["path"].removeprefix("/").split("/")
+    for part in parents:
+        document = document[key_of(document, part)]
+    last = key_of(document, last)
+    assert last in document or isinstance(last, int), f"{operation['path']} is not there"
+    document[last] = copy.deepcopy(operation["value"])
+
+
+def key_of(document, part: str):
+    return int(part) if isinstance(document, list) else part.replace("~1", "/").replace("~0", "~")
+
+
+def ray_service(folder: str) -> dict:
+    (found,) = [o for o in build(K8S / folder) if o["kind"] == "RayService"]
+    return found
+
+
+SERVICES = [("base", "qwen3-8b-tp1.yaml"), ("overlays/tp4", "qwen3-8b-tp4.yaml")]
+
+
+# -- CRD schemas -------------------------------------------------------------------------------
+
+
+@functools.cache
+def crd_schema(kind: str, version: str) -> dict:
+    """The schema of a kind; the files are named after group and plural."""
+    (path,) = CRDS.glob(f"*_{kind.lower()}s.yaml")
+    # A megabyte each: the loader written in C takes a second, the other one twenty.
+    crd = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    (found,) = [v for v in crd["spec"]["versions"] if v["name"] == version]
+    schema = strict(found["schema"]["openAPIV3Schema"])
+    assert schema["properties"].pop("metadata") == {"type": "object"}
+    return schema
+
+
+def strict(schema):
+    """The schema with unknown keys refused, as the API server prunes them silently."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        schema.setdefault("additionalProperties", False)
+    if schema.pop("x-kubernetes-int-or-string", False):
+        schema.pop("type", None)
+    return schema
+
+
+def with_defaults(value, schema):
+    """The value after the API server's defaulting, which comes before `required` is checked."""
+    if isinstance(value, dict):
+        value = dict(value)
+        for key, inner in schema.get("properties", {}).items():
+            if key not in value and "default" in inner:
+                value[key] = inner["default"]
+            if key in value:
+                value[key] = with_defaults(value[key], inner)
+    elif isinstance(value, list) and "items" in schema:
+        value = [with_defaults(item, schema["items"]) for item in value]
+    return value
+
+
+def check(manifest: dict) -> None:
+    schema = crd_schema(manifest["kind"], manifest["apiVersion"].partition("/")[2])
+    body = {k: v for k, v in manifest.items() if k != "metadata"}
+    jsonschema.Draft202012Validator(schema).validate(with_defaults(body, schema))
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_every_deployment_file_is_valid(path):
+    report = validate_config(path)
+    assert report.problems == []
+    assert len(report.applications) == 1
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_serves_own_time_limit_is_only_the_safety_net(path):
+    (settings,) = validate_config(path).applications.values()
+    http = yaml.safe_load(path.read_text())["http_options"]
+    assert http["request_timeout_s"] > settings.request_timeout_s
+
+
+def test_the_demo_fits_two_cores_at_tp_1():
+    (settings,) = validate_config(ROOT / "deployments" / "demo.yaml").applications.values()
+    bundles = placement_bundles(settings, gpu=False)
+    assert sum(bundle["CPU"] for bundle in bundles) + settings.ingress_cpus <= 2
+
+
+def test_manifests_are_what_the_generator_writes():
+    stale = [p.name for p, text in generate.outputs().items() if p.read_text() != text]
+    assert stale == [], "run `python k8s/generate.py`"
+
+
+@pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=lambda path: str(path.relative_to(K8S)))
+def test_every_kustomization_builds(path):
+    objects = build(path.parent)
+    assert objects
+    assert all(o["apiVersion"] and o["kind"] and o["metadata"]["name"] for o in objects)
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_serve_config_is_the_deployment_file_word_for_word(folder, name):
+    config = ray_service(folder)["spec"]["serveConfigV2"]
+    assert config.rstrip() == (ROOT / "deployments" / name).read_text().rstrip()
+
+
+@needs_crds
+@pytest.mark.parametrize("folder", [folder for folder, _ in SERVICES])
+def test_ray_service_passes_the_crd_schema(folder):
+    check(ray_service(folder))
+
+
+@needs_crds
+def test_a_typo_does_not_pass_the_crd_schema():
+    manifest = ray_service("base")
+    manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replika"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="replika"):
+        check(manifest)
+
+
+@needs_crds
+def test_pod_monitor_passes_the_crd_schema():
+    (monitor,) = build(K8S / "monitoring")
+    check(monitor)
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_worker_pod_holds_one_whole_gang(folder, name):
+    (settings,) = validate_config(ROOT / "deployments" / name).applications.values()
+    cluster = ray_service(folder)["spec"]["rayClusterConfig"]
+    (group,) = cluster["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    resources = container["resources"]
+    assert resources["limits"] == resources["requests"]
+    assert resources["limits"][GPU_RESOURCE] == settings.engine.tensor_parallel_size
+    bundles = placement_bundles(settings, gpu=True)
+    assert int(resources["limits"]["cpu"]) > sum(bundle["CPU"] for bundle in bundles)
+    assert group["replicas"] == settings.replicas
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_pods_outlive_the_drain(folder, name):
+    (settings,) = validate_config(ROOT / "deployments" / name).applications.values()
+    (group,) = ray_service(folder)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    env = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
+    drain = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert settings.graceful_shutdown_timeout_s <= drain < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_head_runs_no_replica_and_has_no_gpu(folder, name):
+    head = ray_service(folder)["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert GPU_RESOURCE not in json.dumps(head["template"])
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_pods_are_unprivileged_with_shared_memory_and_probes(folder, name):
+    cluster = ray_service(folder)["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["readinessProbe"]
+        assert container["livenessProbe"]
+        volumes = {v["name"]: v for v in pod["volumes"]}
+        mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert "8000" not in json.dumps(container["livenessProbe"])
+
+
+def test_prometheus_scrapes_the_ingress_page():
+    config = yaml.safe_load((ROOT / "deployments" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
+    demo = yaml.safe_load((ROOT / "deployments" / "demo.yaml").read_text())["http_options"]
+    (static,) = jobs["dflash"]["static_configs"]
+    assert static["targets"] == [f"{demo['host']}:{demo['port']}"]
+    assert jobs["ray"]["file_sd_configs"]

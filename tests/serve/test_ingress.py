@@ -1,0 +1,180 @@
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from dflash_serve.api.protocol import Delta, GenerationRequest
+from dflash_serve.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestError,
+)
+from dflash_serve.sampling import SamplingParams
+from dflash_serve.serve import wire
+from dflash_serve.serve.ingress import HandleBackend, translate_error
+
+
+class FakeStream:
+    """What a deployment handle returns for a streaming call."""
+
+    def __init__(self, items, delay_s=0.0):
+        self._items = iter(items)
+        self._delay_s = delay_s
+        self.cancelled = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.sleep(self._delay_s)
+        item = next(self._items, None)
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class FakeHandle:
+    """A deployment handle over one prepared stream."""
+
+    def __init__(self, stream=None, answers=()):
+        self._stream = stream
+        self._answers = answers
+
+    def options(self, **_):
+        return self
+
+    def remote(self, _data):
+        return self._stream
+
+    def broadcast(self, _method):
+        return self
+
+    async def results_async(self, *, timeout_s, return_exceptions):
+        if isinstance(self._answers, BaseException):
+            raise self._answers
+        return list(self._answers)
+
+
+def backend(handle, **limits):
+    limits = {"queue_timeout_s": 5.0, "request_timeout_s": 5.0} | limits
+    return HandleBackend({"m": handle}, **limits)
+
+
+def request(model="m"):
+    return GenerationRequest(
+        request_id="a", model=model, prompt=[1], params=SamplingParams(max_tokens=2)
+    )
+
+
+def deltas(*reasons):
+    return [wire.encode_delta(Delta(token_ids=[1], finish_reason=r)) for r in reasons]
+
+
+def task_error(cause):
+    return RayTaskError("generate", "traceback", cause)
+
+
+async def collect(target, model="m"):
+    return [delta async for delta in target.generate(request(model))]
+
+
+async def test_finished_stream_is_not_cancelled():
+    stream = FakeStream(deltas(None, "length"))
+    assert len(await collect(backend(FakeHandle(stream)))) == 2
+    assert not stream.cancelled
+
+
+async def test_leaving_early_cancels_the_replica():
+    stream = FakeStream(deltas(None, None, "length"))
+    found = backend(FakeHandle(stream)).generate(request())
+    await anext(found)
+    await found.aclose()
+    assert stream.cancelled
+
+
+async def test_cancelled_consumer_cancels_the_replica():
+    stream = FakeStream(deltas(None), delay_s=60)
+    task = asyncio.ensure_future(collect(backend(FakeHandle(stream))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stream.cancelled
+
+
+async def test_errors_sent_as_data_are_raised():
+    stream = FakeStream([wire.encode_error(RequestError("bad", "top_p"))])
+    with pytest.raises(RequestError) as caught:
+        await collect(backend(FakeHandle(stream)))
+    assert caught.value.param == "top_p"
+
+
+async def test_unknown_model_is_named():
+    with pytest.raises(ModelNotFoundError, match="'x' is not served here; served: m"):
+        await collect(backend(FakeHandle()), "x")
+
+
+async def test_waiting_too_long_for_the_first_token_is_overload():
+    stream = FakeStream(deltas("length"), delay_s=60)
+    with pytest.raises(OverloadedError, match="queue_timeout_s"):
+        await collect(backend(FakeHandle(stream), queue_timeout_s=0.05))
+    assert stream.cancelled
+
+
+async def test_a_request_that_takes_too_long_is_ended():
+    stream = FakeStream(deltas(None, None, None, None), delay_s=0.05)
+    with pytest.raises(EngineStalledError, match="request_timeout_s"):
+        await collect(backend(FakeHandle(stream), request_timeout_s=0.12))
+    assert stream.cancelled
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ActorDiedError(), EngineDeadError),
+        (task_error(ActorDiedError()), EngineDeadError),
+        (task_error(RequestError("bad", "n")), RequestError),
+        (BackPressureError(5, 4, 429, 3.0), OverloadedError),
+        (DeploymentUnavailableError("d"), EngineDeadError),
+    ],
+)
+async def test_rays_errors_become_ours(error, expected):
+    with pytest.raises(expected):
+        await collect(backend(FakeHandle(FakeStream([error]))))
+
+
+def test_retry_after_and_param_survive_translation():
+    assert translate_error(BackPressureError(5, 4, 429, 3.0), "m").retry_after_s == 3.0
+    assert translate_error(task_error(RequestError("bad", "n")), "m").param == "n"
+    unknown = KeyError("x")
+    assert translate_error(unknown, "m") is unknown
+
+
+async def test_health_passes_while_one_replica_is_healthy():
+    await backend(FakeHandle(answers=[None, EngineDeadError("x")])).check_health()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([task_error(EngineStalledError("stuck"))], EngineStalledError),
+        ([], EngineDeadError),
+        (TimeoutError(), EngineDeadError),
+        (DeploymentUnavailableError("d"), EngineDeadError),
+    ],
+)
+async def test_health_fails_without_a_healthy_replica(answers, expected):
+    with pytest.raises(expected):
+        await backend(FakeHandle(answers=answers)).check_health()
+
+
+async def test_status_leaves_out_replicas_that_do_not_answer():
+    assert await backend(FakeHandle(answers=[ActorDiedError()])).status() == []

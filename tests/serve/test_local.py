@@ -1,0 +1,130 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_serve.errors import ConfigError
+from dflash_serve.serve import local, sample
+from dflash_serve.serve.processes import await_exit, descendants
+from dflash_serve.serve.validate import BUILDER
+from tests.tiny import VALID_VOCAB, make_pair
+
+from .conftest import free_port, write_tokenizer
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    application = {"name": "a", "import_path": BUILDER, "args": {"target": str(tmp_path / "t")}}
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+def test_a_taken_port_gives_the_next_free_one(config, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        wanted = taken.getsockname()[1]
+        plan = local._plan(config, None, wanted)
+    assert plan.http["port"] > wanted
+    assert f"port {wanted} is taken; using {plan.http['port']}" in capsys.readouterr().err
+
+
+def test_tp_replaces_the_files(config):
+    plan = local._plan(config, 3, None)
+    assert plan.settings.engine.tensor_parallel_size == 3
+    assert local._logical_cpus(plan.settings) >= 4
+
+
+def test_impossible_tp_is_refused(config):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 0"):
+        local._plan(config, 0, None)
+
+
+def test_missing_target_of_another_file_is_named(config):
+    plan = local._plan(config, None, None)
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        local._prepare_target(plan.settings, config)
+
+
+def test_two_applications_are_refused(config):
+    raw = yaml.safe_load(config.read_text())
+    raw["applications"].append({**raw["applications"][0], "name": "b", "route_prefix": "/b"})
+    config.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match="holds 2 dflash-serve applications"):
+        local._plan(config, None, None)
+
+
+def test_the_reason_is_the_last_error_of_a_traceback():
+    message = (
+        "The deployment failed to start 3 times in a row. Error:\n"
+        "RuntimeError: Traceback (most recent call last):\n"
+        '  File "replica.py", line 1, in initialize\n'
+        "dflash_serve.errors.CapacityError: too small\nthe smallest that works is 3"
+    )
+    assert local.reason(message).startswith("dflash_serve.errors.CapacityError: too small\nthe")
+    assert local.reason("no traceback") == "no traceback"
+
+
+def test_figures_count_only_steps_that_drafted(monkeypatch):
+    pages = iter(
+        [
+            {"replicas": [stats({"1": (50, 50), "8": (10, 25)})]},
+            {
+                "choices": [{"message": {"content": "an answer"}}],
+                "usage": {"completion_tokens": 16},
+            },
+            {"replicas": [stats({"1": (60, 60), "8": (15, 40)})]},
+        ]
+    )
+    monkeypatch.setattr(sample, "_call", lambda *_: next(pages))
+    answer = sample.ask("http://here", "m")
+    assert (answer.steps, answer.step_tokens) == (5, 15)
+    assert "3.00 tokens per verify step over 5 steps" in answer.figures()
+
+
+def stats(by_length):
+    counts = {rows: {"drafts": d, "emitted": e} for rows, (d, e) in by_length.items()}
+    return {"stats": {"by_length": counts}}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_serves_answers_and_leaves_nothing_after_ctrl_c(config, tmp_path):
+    pair = make_pair(tmp_path / "pair")
+    write_tokenizer(Path(pair.target), VALID_VOCAB)
+    raw = yaml.safe_load(config.read_text())
+    engine = {"target": pair.target, "draft": pair.draft, "device": "cpu"}
+    raw["applications"][0]["args"] = {"model": "tiny", "engine": engine}
+    config.write_text(yaml.safe_dump(raw))
+    command = [sys.executable, "-m", "dflash_serve.serve.local", "--tp", "2"]
+    command += ["--config", str(config), "--port", str(free_port())]
+    # In a group of its own, as a shell would start it: Ctrl-C reaches Ray's processes too.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    ) as server:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        started = descendants(server.pid)
+        os.killpg(server.pid, signal.SIGINT)
+        lines += server.stdout
+        assert server.wait(timeout=60) == 0, "".join(lines)
+    text = "".join(lines)
+    assert "tiny (tp 2) is ready after" in text
+    assert "curl -N http://127.0.0.1:" in text
+    assert "tokens per verify step" in text
+    assert text.rstrip().endswith("serve: stopped")
+    assert started
+    assert await_exit(started, 10) == set()
+
+
+def test_the_demo_file_is_where_the_default_says():
+    assert Path(local._CONFIG).is_file()

@@ -1,0 +1,106 @@
+import dataclasses
+import inspect
+import os
+
+import pytest
+from pydantic import ValidationError
+
+from dflash_serve.config import EngineConfig
+from dflash_serve.errors import ConfigError
+from dflash_serve.serve.settings import (
+    ServeSettings,
+    describe_unknown_key,
+    expand_path,
+    placement_bundles,
+)
+
+
+def settings(**changes):
+    return ServeSettings.model_validate({"engine": {"target": "/m/target"}} | changes)
+
+
+def test_builder_annotation_is_the_class_itself():
+    from dflash_serve.serve.app import build_app
+
+    (parameter,) = inspect.signature(build_app).parameters.values()
+    assert parameter.annotation is ServeSettings
+
+
+def test_model_name_defaults_to_the_folder():
+    assert settings().model == "target"
+
+
+def test_flat_engine_keys_are_taken_as_serve_run_passes_them():
+    made = ServeSettings.model_validate({"target": "/m/t", "tensor_parallel_size": "3"})
+    assert made.engine.tensor_parallel_size == 3
+    assert made.engine.executor == "ray"
+
+
+def test_settings_survive_a_round_trip():
+    made = settings(replicas=2)
+    again = ServeSettings.model_validate(made.model_dump())
+    assert again == made
+
+
+def test_max_ongoing_requests_follows_max_running():
+    made = settings(engine={"target": "/m/t", "max_running": 4})
+    assert made.max_ongoing_requests == 32
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"engine": {"target": "/m", "tensor_paralel_size": 2}}, "'tensor_parallel_size'"),
+        ({"engine": {"target": "/m"}, "replica": 2}, "'replicas'"),
+        ({"engine": {"target": "/m"}, "zzz": 2}, "known keys"),
+        ({"engine": {"target": "/m", "draft": "/d"}, "draft": "/e"}, "given in args and again"),
+        ({"engine": {"target": "/m", "executor": "mp"}}, "executor is 'mp'; allowed"),
+        ({"engine": {"target": "/m", "page_size": 0}}, "page_size is 0"),
+        ({"engine": {"target": "/m", "page_size": "many"}}, "valid integer"),
+        ({"engine": {"target": "/m", "device": "tpu"}}, "'cpu'"),
+        ({"engine": {"target": "/m"}, "replicas": 0}, "greater than or equal to 1"),
+        ({"engine": {"target": "$NO_SUCH_VARIABLE/m"}}, "is not set; set it"),
+        ({"engine": {}}, "target"),
+        ({}, "target"),
+    ],
+)
+def test_wrong_args_are_refused_with_the_reason(args, text):
+    with pytest.raises(ValidationError) as caught:
+        ServeSettings.model_validate(args)
+    assert text in str(caught.value)
+
+
+def test_every_engine_field_has_its_own_name():
+    clash = {f.name for f in dataclasses.fields(EngineConfig)} & set(ServeSettings.model_fields)
+    assert not clash
+
+
+def test_paths_are_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    assert expand_path("$MODELS/a") == f"{tmp_path}/a"
+    assert expand_path("~/a") == "/home/someone/a"
+    assert expand_path("a/b") == os.path.join(tmp_path, "a", "b")
+    with pytest.raises(ConfigError, match="NO_SUCH"):
+        expand_path("$NO_SUCH_VARIABLE/a")
+
+
+def test_bundles_hold_one_rank_each_and_the_replica_in_the_first():
+    made = settings(tensor_parallel_size=3, rank_cpus=2, replica_cpus=0.5)
+    assert placement_bundles(made, gpu=False) == [{"CPU": 2.5}, {"CPU": 2.0}, {"CPU": 2.0}]
+    bundles = placement_bundles(made, gpu=True)
+    assert [b["GPU"] for b in bundles] == [1.0, 1.0, 1.0]
+
+
+def test_shared_gpu_is_divided_into_parts_that_fit():
+    made = settings(tensor_parallel_size=3, share_gpu=True, accelerator_type="H100")
+    bundles = placement_bundles(made, gpu=True)
+    assert sum(b["GPU"] for b in bundles) <= 1.0
+    assert all(b["accelerator_type:H100"] == 0.001 for b in bundles)
+
+
+def test_unknown_key_without_a_near_one_lists_the_known():
+    assert describe_unknown_key("q", ["alpha", "beta"], "here") == (
+        "unknown key 'q' in here; known keys: alpha, beta"
+    )
