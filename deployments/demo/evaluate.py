@@ -118,7 +118,7 @@ def build_sets(
     result = {}
     for name in SOURCES:
         prompts = encode(tokenizer, user_turns(name, sets)[:count])
-        answers = greedy_answers(model, prompts, limit, batch, tokenizer.eos_token_id)
+        answers = greedy_answers(model, prompts, limit, batch, model.config.eos_token_id)
         result[name] = (prompts, answers)
     return result
 
@@ -158,10 +158,11 @@ def main() -> None:
             arguments.answers.write_text(json.dumps(sets))
     target = Target(folder, device, torch.float32)
     draft = load_draft(arguments.draft, target)
-    results = {
-        name: measure(target, draft, *(part[: arguments.limit] for part in pair), batch=4)
-        for name, pair in sets.items()
-    }
+    results = {}
+    for name, (prompts, answers) in sets.items():
+        count = arguments.limit or len(prompts)
+        results[name] = measure(target, draft, prompts[:count], answers[:count], batch=4)
+        print(f"evaluate: {name} measured", flush=True)
     print(table(results))
 
 

@@ -85,6 +85,8 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     model = plain
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.pad_token = tokenizer.eos_token
     step(f"writing {sum(p.numel() for p in model.parameters()):,} parameters as {dtype}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

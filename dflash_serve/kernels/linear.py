@@ -23,5 +23,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.float32 or rows > FEW_ROWS:
         return F.linear(x, weight)
     if rows == 1:
-        return torch.mm(weight, x.expand(2, -1).t())[:, :1].t()
-    return torch.mm(weight, x.t()).t()
+        x = x.repeat(2, 1)
+    # Contiguous on both sides: the product is several times slower for other layouts.
+    return torch.mm(weight, x.contiguous().t())[:, :rows].t().contiguous()

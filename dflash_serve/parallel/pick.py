@@ -90,7 +90,8 @@ def pick(
         truncate: apply top-k, top-p and min-p where rows ask for them.
 
     Returns:
-        ids [R] int64 and faults [R] bool: rows whose logits held a NaN (their id is 0).
+        ids [R] int64 and faults [R] bool: rows whose logits held a NaN, or whose largest is
+            infinite where they truncate (their id is 0).
     """
     local = logits[:, : shard.valid].float()
     score = local * scale if scale != 1.0 else local
@@ -115,11 +116,12 @@ def _truncated(
     order = order_keys(logits, shard.first)
     kept_k = order >= _kth_key(order, rows, group)[:, None]
     top = _row_max(logits, group)
+    broken = ~top.isfinite()  # shares of an infinite maximum are NaN
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0).double()[:, None]
     log_share = (logits.double() - top[:, None]) / temperature
     mass = (log_share.exp() * 2**_MASS_BITS).round().long().masked_fill(~kept_k, 0)
     bound = rows.top_p * group.all_reduce(mass.sum(dim=1)).double()
-    cut = (rows.top_p < 1.0) & (rows.temperature > 0)
+    cut = (rows.top_p < 1.0) & (rows.temperature > 0) & ~broken
     allowed = kept_k & (log_share >= rows.min_p.log()[:, None])
     allowed |= (rows.temperature <= 0)[:, None]
     while True:
@@ -128,7 +130,7 @@ def _truncated(
         before = group.all_reduce(mass.masked_fill(order <= place[:, None], 0).sum(dim=1))
         settled = ~cut | (before.double() < bound) | (key == FAULT)
         if bool(settled.all()):
-            return key
+            return key.masked_fill(broken & (rows.temperature > 0), FAULT)
         allowed &= settled[:, None] | (order > place[:, None])
 
 

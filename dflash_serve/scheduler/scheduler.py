@@ -168,7 +168,7 @@ class Scheduler:
                 anchor=request.tokens[-1] if request.continued else 0,
                 seed=params.seed,
                 temperature=params.temperature,
-                top_k=params.top_k,
+                top_k=params.top_k if params.top_k < self.limits.vocab_size else 0,
                 top_p=params.top_p,
                 min_p=params.min_p,
             )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,13 +29,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("conversations.npz"))
     parser.add_argument("--output", type=Path, default=Path("draft"))
     parser.add_argument("--benchmarks", type=Path, help="JSON of prompts and greedy answers")
-    parser.add_argument("--data-seconds", type=float, default=300)
-    parser.add_argument("--snapshot-every", type=float, default=0, help="seconds")
+    parser.add_argument("--data-seconds", type=float, default=190)
     parser.add_argument("--data-only", action="store_true")
-    parser.add_argument("--steps", type=int, default=40_000)
+    parser.add_argument("--steps", type=int, default=12_161)
     parser.add_argument("--seconds", type=float, default=0, help="schedule by time, not by steps")
-    parser.add_argument("--evaluate-every", type=int, default=1_000)
-    parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds of training")
+    parser.add_argument("--evaluate-every", type=int, default=1_500)
     parser.add_argument("--train", default="{}", help="JSON overrides of TrainSettings")
     parser.add_argument("--draft", default="{}", help="JSON overrides of DraftSettings")
     parser.add_argument("--device", default="cuda")
@@ -56,9 +52,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.target.expanduser())
         held_out = [row for b in read_benchmarks(arguments.benchmarks) for row in b.prompts]
         seconds, path = arguments.data_seconds, arguments.data
-        generate(
-            target, tokenizer, DataSettings(), seconds, path, held_out, arguments.snapshot_every
-        )
+        generate(target, tokenizer, DataSettings(), seconds, path, held_out)
     if arguments.data_only:
         return
     shape = json.loads(arguments.draft)
@@ -75,7 +69,6 @@ def main() -> None:
         read_benchmarks(arguments.benchmarks),
         arguments.output,
         arguments.evaluate_every,
-        time.monotonic() + arguments.stop_after,
     )
 
 

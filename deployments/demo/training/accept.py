@@ -33,7 +33,7 @@ def walk(hits: list[int], answer: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def hits_everywhere(
-    target: Target, draft: Draft, rows: list[tuple[list[int], list[int]]], mode: str = "sdpa"
+    target: Target, draft: Draft, rows: list[tuple[list[int], list[int]]]
 ) -> list[list[int]]:
     """Count the leading right drafts for a block at every answer token of each (prompt, answer)."""
     size, device = draft.settings.block_size, target.device
@@ -47,7 +47,7 @@ def hits_everywhere(
     anchors = torch.minimum(starts + torch.arange(blocks), ends - 1).to(device)
     ids, ends = ids.to(device), ends.to(device)
     features = target.features(ids[:, :length], draft.settings.target_layer_ids)
-    hidden = draft(features, target.embedding, ids.gather(1, anchors), anchors, mode)
+    hidden = draft(features, target.embedding, ids.gather(1, anchors), anchors)
     places = anchors[..., None] + torch.arange(1, size, device=device)
     labels = ids.gather(1, places.flatten(1)).view_as(places)
     guesses = _argmax(hidden[:, :, 1:].flatten(0, 2), target.embedding).view_as(places)
@@ -66,7 +66,6 @@ def measure(
     prompts: list[list[int]],
     answers: list[list[int]],
     batch: int = 16,
-    mode: str = "sdpa",
 ) -> list[Walk]:
     """Walk every reply; long prompts are batched together."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
@@ -76,7 +75,7 @@ def measure(
     for at in range(0, len(order), batch):
         chosen = order[at : at + batch]
         rows = [(prompts[i], answers[i]) for i in chosen]
-        for index, hits in zip(chosen, hits_everywhere(target, draft, rows, mode), strict=True):
+        for index, hits in zip(chosen, hits_everywhere(target, draft, rows), strict=True):
             answer = answers[index]
             walks[index] = Walk(*walk(hits, len(answer)), looping=repeats_list(answer))
     draft.train(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .ops import fixed, norm_rope, rms_norm, rope_tables, swiglu
+from .ops import norm_rope, rms_norm, rope_tables, swiglu
 from .settings import MASK_TOKEN_ID, DraftSettings
 from .target import ROPE_LENGTH, Target
+
+PUBLIC_GROUPS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"), "self_attn."),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp."),
+}
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DraftLayer(nn.Module):
@@ -41,13 +48,13 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
 
     def forward(
-        self, x: Tensor, context: Tensor, tables: tuple[Tensor, ...], attend: Any
+        self, x: Tensor, context: Tensor, tables: tuple[Tensor, ...], attend: Attend
     ) -> Tensor:
         """Run block rows ``x [N, Q, H]`` over ``context [N, L, H]``."""
         cos_q, sin_q, cos_k, sin_k = tables
         dtype, dim, length = x.dtype, self.head_dim, context.shape[1]
-        normalise = fixed(rms_norm, self.training)
-        normed = normalise(x, self.input_layernorm, self.eps)
+        fixed = self.training
+        normed = rms_norm(x, self.input_layernorm, self.eps, fixed=fixed)
         q = F.linear(normed, self.q_proj.to(dtype)).unflatten(-1, (self.heads, dim))
         kv_weight = torch.cat((self.k_proj, self.v_proj)).to(dtype)
         kv = torch.cat((F.linear(context, kv_weight), F.linear(normed, kv_weight)), dim=1)
@@ -58,15 +65,17 @@ class DraftLayer(nn.Module):
         k = norm_rope(k, self.k_norm, cos_all, sin_all, self.eps)
         mixed = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         x = x + F.linear(mixed.transpose(1, 2).flatten(2), self.o_proj.to(dtype))
-        normed = normalise(x, self.post_attention_layernorm, self.eps)
+        normed = rms_norm(x, self.post_attention_layernorm, self.eps, fixed=fixed)
         gate_up = F.linear(normed, torch.cat((self.gate_proj, self.up_proj)).to(dtype))
-        return x + F.linear(fixed(swiglu, self.training)(gate_up), self.down_proj.to(dtype))
+        return x + F.linear(swiglu(gate_up, fixed=fixed), self.down_proj.to(dtype))
 
 
 class Draft(nn.Module):
     """DFlash draft: projection of tapped features, a few layers, a final norm."""
 
     feature_scale: Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, target: Target, settings: DraftSettings) -> None:
         super().__init__()
@@ -85,7 +94,7 @@ class Draft(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(
-        self, features: Tensor, embedding: Tensor, anchor_ids: Tensor, anchors: Tensor, mode: str
+        self, features: Tensor, embedding: Tensor, anchor_ids: Tensor, anchors: Tensor
     ) -> Tensor:
         """Return final hidden rows ``[N, A, B, H]`` for blocks that start at ``anchors [N, A]``."""
         count, blocks = anchors.shape
@@ -102,27 +111,16 @@ class Draft(nn.Module):
             self.cos[None, :length],
             self.sin[None, :length],
         )
-        attend = block_attention(anchors, length, size, self.heads, mode)
+        attend = block_attention(anchors, length, size, self.heads)
         for layer in self.layers:
             x = layer(x, context, tables, attend)
         return rms_norm(x, self.norm, self.eps).unflatten(1, (blocks, size))
 
 
-def block_attention(anchors: Tensor, length: int, size: int, heads: int, mode: str) -> Any:
+def block_attention(anchors: Tensor, length: int, size: int, heads: int) -> Attend:
     """Return attention in which a block sees the context before its anchor and itself."""
     count, blocks = anchors.shape
     rows = blocks * size
-    if mode == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        def visible(n: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            before = (key < length) & (key < anchors[n, row // size])
-            return before | ((key >= length) & ((key - length) // size == row // size))
-
-        mask = create_block_mask(
-            visible, count, None, rows, length + rows, device=anchors.device, _compile=True
-        )
-        return lambda q, k, v: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)
     limit = anchors.repeat_interleave(size, dim=1)
     context = torch.arange(length, device=anchors.device) < limit[..., None]
     owner = torch.arange(rows, device=anchors.device) // size
@@ -135,18 +133,6 @@ def block_attention(anchors: Tensor, length: int, size: int, heads: int, mode: s
         return F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
 
     return attend
-
-
-_FLEX: list[Any] = []
-
-
-def compiled_flex() -> Any:
-    """Return the compiled flexible attention, compiling it once."""
-    if not _FLEX:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _FLEX.append(torch.compile(flex_attention, dynamic=False))
-    return _FLEX[0]
 
 
 @torch.no_grad()
@@ -243,13 +229,7 @@ def public_tensors(draft: Draft) -> dict[str, Tensor]:
     }
     for index, layer in enumerate(draft.layers):
         for name, parameter in layer.named_parameters():
-            part = {"q": "self_attn.", "k": "self_attn.", "v": "self_attn.", "o": "self_attn."}
-            group = (
-                part.get(name[0], "mlp.") if name.endswith(("_proj", "q_norm", "k_norm")) else ""
-            )
-            if name in ("gate_proj", "up_proj", "down_proj"):
-                group = "mlp."
-            tensors[f"layers.{index}.{group}{name}.weight"] = parameter
+            tensors[f"layers.{index}.{PUBLIC_GROUPS.get(name, '')}{name}.weight"] = parameter
     return {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in tensors.items()

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,17 +40,19 @@ class Template:
     closers: Tensor
 
     @classmethod
-    def read(cls, tokenizer: object, vocabulary: int) -> Template:
+    def read(cls, tokenizer: Any, vocabulary: int, eos: int) -> Template:
         """Take the pieces out of the tokenizer's own template."""
-        encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
         )
         before, after = text.split("\0")
-        end = tokenizer.eos_token
-        bridge = after.removeprefix(end)
+        bridge = after.removeprefix(tokenizer.convert_ids_to_tokens(eos))
         closers = torch.zeros(3, vocabulary, dtype=torch.bool)
-        closers[:, tokenizer.eos_token_id] = True
+        closers[:, eos] = True
         for token in range(vocabulary):
             piece = tokenizer.decode([token])
             closers[CODE, token] |= '"""' in piece and '("""' not in piece
@@ -61,16 +64,16 @@ class Template:
 class Generator:
     """Runs the slots."""
 
-    def __init__(self, target: Target, tokenizer: object, settings: DataSettings) -> None:
+    def __init__(self, target: Target, tokenizer: Any, settings: DataSettings) -> None:
         self.target, self.settings = target, settings
-        self.template = Template.read(tokenizer, target.embedding.shape[0])
+        self.template = Template.read(tokenizer, target.embedding.shape[0], target.eos)
         self.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
         self.rng = random.Random(SEED)
         device, slots = target.device, settings.slots
         shape = (slots, target.kv_heads, settings.max_length, target.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=target.dtype) for _ in target.layers]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        integer = {"dtype": torch.int64, "device": device}
+        integer: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.tokens = torch.zeros(slots, settings.max_length, **integer)
         self.position = torch.zeros(slots, **integer)
         self.forced = torch.zeros(slots, **integer)
@@ -278,12 +281,11 @@ class Corpus:
 
 def generate(
     target: Target,
-    tokenizer: object,
+    tokenizer: Any,
     settings: DataSettings,
     seconds: float,
     path: Path,
     held_out: list[list[int]],
-    snapshot_every: float = 0,
 ) -> Corpus:
     """Make conversations for ``seconds``, none that shares a long run with ``held_out``."""
     torch.manual_seed(SEED)
@@ -293,7 +295,7 @@ def generate(
     wrapper = generator.encode(CODE_WRAPPER)[:-1]
     corpus = Corpus(settings, len(generator.template.prefix), wrapper, held_out)
     began = time.monotonic()
-    reported, saved, steps, raw = 0.0, 0.0, 0, 0
+    reported, steps, raw = 0.0, 0, 0
     harvested: list[tuple[np.ndarray, int, int]] = []
     while (elapsed := time.monotonic() - began) < seconds:
         generator.advance(STEPS_PER_HARVEST)
@@ -310,8 +312,5 @@ def generate(
                 f"{corpus.answer_tokens / 1e6:.2f} M answer tokens, {corpus.overlaps} held out",
                 flush=True,
             )
-            if snapshot_every and elapsed // snapshot_every > saved:
-                saved = elapsed // snapshot_every
-                corpus.save(path.with_name(f"snapshot-{int(saved)}.npz"))
     corpus.save(path)
     return corpus

@@ -1,9 +1,9 @@
-"""Element-wise building blocks, compiled where a GPU is present."""
+"""Element-wise building blocks with gradients, compiled where a GPU is present."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,23 +11,20 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` for the GPU; run it as written elsewhere."""
-    if torch.cuda.is_available() and os.environ.get("DEMO_COMPILE", "1") == "1":
-        return torch.compile(function, dynamic=True)
-    return function
+    """Compile ``function`` for the GPU; run it as written elsewhere.
 
+    The result takes ``fixed=True`` from callers that always pass the same shapes, which selects a
+    variant specialised for them.
+    """
+    by_shape = {True: function, False: function}
+    if torch.cuda.is_available():
+        by_shape = {fixed: torch.compile(function, dynamic=not fixed) for fixed in by_shape}
 
-def fixed(function: Callable[..., Any], training: bool) -> Callable[..., Any]:
-    """In training return a variant of a compiled function that is specialised for its shapes."""
-    original = getattr(function, "_torchdynamo_orig_callable", None)
-    if not training or original is None:
-        return function
-    if original not in _FIXED:
-        _FIXED[original] = torch.compile(original, dynamic=False)
-    return _FIXED[original]
+    @wraps(function)
+    def call(*arguments: Any, fixed: bool = False) -> Any:
+        return by_shape[fixed](*arguments)
 
-
-_FIXED: dict[Callable[..., Any], Callable[..., Any]] = {}
+    return call
 
 
 @compiled

@@ -55,7 +55,6 @@ class TrainSettings:
     gamma: float = 4.0
     reach: float = 1.0
     """0: weights exp(-(k-1)/gamma); 1: weights = probability that row k is reached at all."""
-    attention: str = "sdpa"
     draft: DraftSettings = field(default_factory=DraftSettings)
 
     def describe(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +124,7 @@ class Trainer:
         settings = self.settings
         ids, anchors, labels, valid = self.data.batch()
         features = self.target.features(ids, settings.draft.target_layer_ids)
-        hidden = self.draft(
-            features, self.target.embedding, ids.gather(1, anchors), anchors, settings.attention
-        )
+        hidden = self.draft(features, self.target.embedding, ids.gather(1, anchors), anchors)
         loss, accepted = HeadLoss.apply(
             hidden[:, :, 1:].flatten(0, 1),
             self.target.embedding,
@@ -163,15 +160,16 @@ def train(
     benchmarks: list[Benchmark],
     folder: Path,
     evaluate_every: int,
-    deadline: float = math.inf,
 ) -> list[dict[str, float]]:
     """Run all steps, saving and evaluating regularly; return the log."""
     log: list[dict[str, float]] = []
     began = time.monotonic()
     sums: list[tuple[Tensor, Tensor]] = []
-    while trainer.progress() < 1.0 and time.monotonic() < deadline:
+    finished = False
+    while not finished:
         sums.append(trainer.step())
-        if trainer.done % evaluate_every == 0 or trainer.progress() >= 1.0:
+        finished = trainer.progress() >= 1.0
+        if finished or trainer.done % evaluate_every == 0:
             loss, accepted = (float(torch.stack(s).mean()) for s in zip(*sums, strict=True))
             sums = []
             entry = {
