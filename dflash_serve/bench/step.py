@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def bench_step(
         config: of the pair; its verify length is replaced by each of `lengths`.
     """
     device, dtype = resolve_device(config)
-    machine = local_machine(device, dtype)
+    # In a thread that ends: a pool of workers left behind would slow the engine's own.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        machine = pool.submit(local_machine, device, dtype).result()
     task = progress.add_task("bench step", total=(1 + len(lengths)) * len(batches))
     rows = []
     for length in (None, *lengths):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Report, Shutdown
-from dflash_serve.engine.pair import Pair, load_pair
+from dflash_serve.engine.pair import load_pair
 from dflash_serve.engine.rank import OnReady, log_progress, serve_rank_zero, set_threads
 from dflash_serve.engine.transport import QueueChannel
 from dflash_serve.log import get_logger
@@ -34,15 +35,24 @@ class InprocExecutor:
         self._failure: str | None = None
 
     def start(self) -> Port:
-        set_threads(self._config)
-        pair = load_pair(self._config, Single(), log_progress)
+        # The thread that runs the steps also loads: each thread that computes has its own pool of
+        # workers, and with two pools OpenMP's workers stop spinning, which doubles a CPU step.
+        loaded: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(pair,), name="engine-loop", daemon=True
+            target=self._run, args=(loaded,), name="engine-loop", daemon=True
         )
         self._thread.start()
+        loaded.result()
         return self._channel
 
-    def _run(self, pair: Pair) -> None:
+    def _run(self, loaded: Future[None]) -> None:
+        try:
+            set_threads(self._config)
+            pair = load_pair(self._config, Single(), log_progress)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(None)
         try:
             serve_rank_zero(self._config, pair, self._channel.mailbox, on_ready=self._on_ready)
         except Exception as error:

@@ -67,9 +67,10 @@ class DenseDecoder:
         """
         stream = self.embed(ids)
         cos_sin = self.rope[batch.positions]
+        view = batch.view(self.config.model, kv.page_size, stream.dtype, causal=True)
         tapped = []
         for index, (layer, pages) in enumerate(zip(self.layers, kv.layers, strict=True)):
-            stream = layer(stream, batch, cos_sin, pages, causal=True)
+            stream = layer(stream, batch, cos_sin, pages, view)
             if index in self.taps:
                 tapped.append(stream)
         hidden = rms_norm(stream, self.norm, self.eps)

@@ -44,6 +44,7 @@ class DFlashDraft:
         max_positions: int,
     ) -> None:
         model = config.model
+        self.config = config
         self.eps = model.rms_norm_eps
         self.fc = plan.replicated("fc.weight", model.hidden_size, num_taps * target_hidden)
         self.hidden_norm = plan.replicated("hidden_norm.weight", model.hidden_size)
@@ -66,8 +67,9 @@ class DFlashDraft:
         """Block rows → hidden states: [T, H] → [T, H], bidirectional within each block."""
         stream = embedded
         cos_sin = self.rope[batch.positions]
+        view = batch.view(self.config.model, kv.page_size, stream.dtype, causal=False)
         for layer, pages in zip(self.layers, kv.layers, strict=True):
-            stream = layer(stream, batch, cos_sin, pages, causal=False)
+            stream = layer(stream, batch, cos_sin, pages, view)
         return rms_norm(stream, self.norm, self.eps)
 
     def inject(self, taps: Tensor, positions: Tensor, slots: Tensor, kv: PagedKV) -> None:

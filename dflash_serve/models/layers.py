@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.kernels.attention import paged_attention, write_pages
+from dflash_serve.kernels.attention import (
+    AttentionView,
+    attend,
+    attention_view,
+    write_pages,
+)
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.linear import linear
 from dflash_serve.kernels.norm import add_rms_norm, rms_norm
@@ -44,6 +49,21 @@ class RowBatch:
     page_table: Tensor
     rows: int
     longest: int
+
+    def view(
+        self, config: TransformerConfig, page_size: int, dtype: torch.dtype, *, causal: bool
+    ) -> AttentionView:
+        """Which keys the rows see in a model of this shape."""
+        return attention_view(
+            self.page_table,
+            self.start,
+            self.rows,
+            self.longest,
+            page_size=page_size,
+            group=config.num_heads // config.num_kv_heads,
+            causal=causal,
+            dtype=dtype,
+        )
 
 
 class Attention:
@@ -79,8 +99,7 @@ class Attention:
         batch: RowBatch,
         cos_sin: Tensor,
         pages: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
+        view: AttentionView,
     ) -> Tensor:
         """[T, H] → [T, H]; writes this call's keys and values to the pages first."""
         heads = linear(x, self.qkv).reshape(x.shape[0], -1, self.head_dim)
@@ -92,14 +111,7 @@ class Attention:
         query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
         write_pages(pages[0], batch.slots, key)
         write_pages(pages[1], batch.slots, value)
-        out = paged_attention(
-            query.view(-1, batch.rows, self.num_heads, self.head_dim),
-            *pages,
-            batch.page_table,
-            batch.start,
-            batch.longest,
-            causal=causal,
-        )
+        out = attend(query.view(-1, batch.rows, self.num_heads, self.head_dim), *pages, view)
         return self.group.all_reduce(linear(out.reshape(x.shape[0], -1), self.o))
 
 
@@ -142,12 +154,11 @@ class DecoderLayer:
         batch: RowBatch,
         cos_sin: Tensor,
         pages: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
+        view: AttentionView,
     ) -> Tensor:
         """The residual stream after this layer: [T, H] → [T, H]."""
         h = rms_norm(stream, self.input_norm, self.eps)
-        h = self.attention(h, batch, cos_sin, pages, causal=causal)
+        h = self.attention(h, batch, cos_sin, pages, view)
         h, stream = add_rms_norm(h, stream, self.post_norm, self.eps)
         return stream + self.mlp(h)
 
