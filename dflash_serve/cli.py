@@ -226,7 +226,6 @@ def roofline(
     config = TargetConfig.load(Path(target).expanduser())
     proposer = DraftConfig.load(Path(draft).expanduser())
     rows = proposer.geometry(block_size=None, verify_length=verify_length).rows
-    table = Table(title=f"floor, g {rows}, context {context}, tp {tp}", title_justify="left")
     steps = _numbers("accept", accept)
     table = Table(title=f"floor: g {rows}, context {context}, tp {tp}", title_justify="left")
     names = ["batch", "GB", "TFLOP", "floor ms", "plain ms"]

@@ -1,7 +1,7 @@
 """Every count that follows from a draft's block, in one value object.
 
 Only this module reads `block_size`, `sample_from_anchor` and `num_speculative_tokens` of a draft
-config. Fill-in layout (dflash.md §1.8): a block of g rows is the anchor and g−1 masks; row j ≥ 1
+config. Fill-in layout: a block of g rows is the anchor and g−1 masks; row j ≥ 1
 predicts the token at its own position, so g rows give g−1 proposals and g rows are verified.
 """
 

@@ -49,7 +49,7 @@ class TransformerConfig:
     qk_norm: bool
 
     def check_tensor_parallel(self, size: int, what: str) -> None:
-        """Heads must divide evenly, or key heads replicate evenly.
+        """Heads and the MLP must divide evenly; key heads may also replicate evenly.
 
         Raises:
             ConfigError: names the head counts and the widths that work.
@@ -58,14 +58,16 @@ class TransformerConfig:
             return
         works = [n for n in range(1, self.num_heads + 1) if _divides(self, n)]
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but the {what} has {self.num_heads} attention heads "
-            f"and {self.num_kv_heads} key/value heads; possible sizes: {works}"
+            f"tensor_parallel_size is {size}, but the {what} has {self.num_heads} attention heads, "
+            f"{self.num_kv_heads} key/value heads and intermediate_size {self.intermediate_size}; "
+            f"possible sizes: {works}"
         )
 
 
 def _divides(config: TransformerConfig, size: int) -> bool:
     kv = config.num_kv_heads
-    return config.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
+    heads = config.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
+    return heads and config.intermediate_size % size == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +223,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} does not exist; give the folder of a checkpoint in Hugging Face format"
         )
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -260,7 +266,7 @@ def _transformer(fields: Mapping[str, Any], *, qk_norm: bool) -> TransformerConf
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
     nested = _mapping(fields, "rope_parameters")
     scaling = {**nested, **_mapping(fields, "rope_scaling")}
-    theta = float(fields.get("rope_theta", nested.get("rope_theta", 10000.0)))
+    theta = _number({"rope_theta": 10000.0, **nested, **_given(fields, "rope_theta")}, "rope_theta")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -269,10 +275,10 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         scaling="llama3",
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position=int(scaling["original_max_position_embeddings"]),
+        factor=_number(scaling, "factor"),
+        low_freq_factor=_number(scaling, "low_freq_factor"),
+        high_freq_factor=_number(scaling, "high_freq_factor"),
+        original_max_position=int(_number(scaling, "original_max_position_embeddings")),
     )
 
 
@@ -356,10 +362,12 @@ def _eos_ids(folder: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
     eos = fields.get("eos_token_id")
     path = folder / "generation_config.json"
     if path.is_file():
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", eos)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+        given = _read_object(path).get("eos_token_id")
+        eos = eos if given is None else given
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id is {eos!r}; it must be an id or a list of ids")
+    return tuple(ids)
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -367,6 +375,17 @@ def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is {value!r}; it must be an object")
     return value
+
+
+def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: fields[name]} if name in fields else {}
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name} is {value!r}; it must be a positive number")
+    return float(value)
 
 
 def _positive(fields: Mapping[str, Any], name: str) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from dflash_serve.errors import RequestError
 
-__all__ = ["MAX_SEED", "SamplingParams"]
+__all__ = ["MAX_SEED", "MAX_TEMPERATURE", "SamplingParams"]
 
 MAX_SEED = 2**63 - 1
 """Seeds are non-negative 63-bit integers; the noise generator uses them as its key."""
+
+
+MAX_TEMPERATURE = 100.0
+"""Far past where a distribution is flat; a value that float32 cannot hold would end the engine."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +51,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             RequestError: names the field, the value and what is allowed.
         """
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise RequestError(f"temperature is {self.temperature}; allowed: >= 0", "temperature")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN, too
+            raise RequestError(
+                f"temperature is {self.temperature}; allowed: 0 to {MAX_TEMPERATURE:g}",
+                "temperature",
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {self.top_p}; allowed: above 0, at most 1", "top_p")
         if self.top_k < 0:

@@ -88,8 +88,10 @@ class TextCodec:
         """Ids of a chat, up to where the assistant's answer begins.
 
         Raises:
-            RequestError: there is no chat template, or it does not take these messages.
+            RequestError: there is no chat template, it does not take these messages, or one of
+                them holds a control token.
         """
+        self._refuse_control_tokens(messages)
         # The template writes the special tokens itself.
         return self._ids(self.render(messages), param="messages", add_special_tokens=False)
 
@@ -114,6 +116,22 @@ class TextCodec:
                 f"messages do not fit the model's chat template: {error}", "messages"
             ) from error
         return str(text)
+
+    def _refuse_control_tokens(self, messages: list[dict[str, Any]]) -> None:
+        """A control token in a message would end it and begin another speaker's turn."""
+        if self._tokenizer is None:
+            return
+        added = self._tokenizer.added_tokens_decoder.values()
+        control = sorted(token.content for token in added if token.special)
+        for number, message in enumerate(messages):
+            for field, value in message.items():
+                found = next((t for t in control if isinstance(value, str) and t in value), None)
+                if found is not None:
+                    raise RequestError(
+                        f"messages[{number}].{field} holds {found!r}, a control token of this "
+                        "model; remove it",
+                        f"messages[{number}].{field}",
+                    )
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ids, special tokens skipped; empty without a tokenizer."""

@@ -1,7 +1,7 @@
 """The least time a decode step can take: bytes over bandwidth, operations over arithmetic rate.
 
 Per phase the larger of the two, plus the data volume of the collectives over the link; phases are
-summed, since each needs the one before (performance.md §2.2). It is a floor: launch gaps, latency
+summed, since each needs the one before. It is a floor: launch gaps, latency
 of collectives and everything on the host are left out.
 """
 

@@ -13,7 +13,7 @@ from dflash_serve.engine.vocabulary import Vocabulary, mask_token_id
 from dflash_serve.errors import CapacityError, ConfigError, PairError
 from dflash_serve.geometry import Geometry
 from dflash_serve.log import get_logger
-from dflash_serve.model_config import DraftConfig, TargetConfig, TransformerConfig
+from dflash_serve.model_config import DraftConfig, TargetConfig
 from dflash_serve.models.loader import Checkpoint
 from dflash_serve.parallel.group import Group
 from dflash_serve.parallel.shard import HeadShard
@@ -79,7 +79,6 @@ def resolve_pair(config: EngineConfig) -> PairSettings:
     target = TargetConfig.load(config.target)
     size = config.tensor_parallel_size
     target.model.check_tensor_parallel(size, "target")
-    _check_width(target.model, size, "target")
     vocabulary = Vocabulary.load(config.target)
     valid = _valid_vocab(config, target, vocabulary)
     max_len = config.max_model_len or target.max_positions
@@ -92,7 +91,6 @@ def resolve_pair(config: EngineConfig) -> PairSettings:
     draft = DraftConfig.load(config.draft)
     geometry = draft.geometry(block_size=config.block_size, verify_length=config.verify_length)
     draft.model.check_tensor_parallel(size, "draft")
-    _check_width(draft.model, size, "draft")
     _check_match(target, draft)
     return PairSettings(
         target=target,
@@ -103,14 +101,6 @@ def resolve_pair(config: EngineConfig) -> PairSettings:
         taps=_taps(config.draft, target, draft),
         mask_id=mask_token_id(draft, target.vocab_size, vocabulary),
     )
-
-
-def _check_width(model: TransformerConfig, size: int, what: str) -> None:
-    if model.intermediate_size % size:
-        raise ConfigError(
-            f"the {what}'s intermediate_size, {model.intermediate_size}, is not divisible by "
-            f"tensor_parallel_size, {size}"
-        )
 
 
 def _check_match(target: TargetConfig, draft: DraftConfig) -> None:

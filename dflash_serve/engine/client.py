@@ -131,18 +131,23 @@ class EngineClient:
         """
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         result: dict[str, list[TokenEvent]] = {s.request_id: [] for s in submits}
-        for submit in submits:
-            self._submit(submit, events.put)
-        open_requests = set(result)
-        while open_requests:
-            event = events.get()
-            self._raise_if_died(event)
-            result[event.request_id].append(event)
-            if on_event is not None:
-                on_event(event)
-            if event.finish_reason is not None:
-                open_requests.discard(event.request_id)
-        return result
+        open_requests: set[str] = set()
+        try:
+            for submit in submits:
+                self._submit(submit, events.put)
+                open_requests.add(submit.request_id)
+            while open_requests:
+                event = events.get()
+                self._raise_if_died(event)
+                result[event.request_id].append(event)
+                if event.finish_reason is not None:
+                    open_requests.discard(event.request_id)
+                if on_event is not None:
+                    on_event(event)
+            return result
+        finally:
+            for request_id in open_requests:  # an error or an interrupt ends the others too
+                self.abort(request_id)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its stream ends with finish_reason "abort". Idempotent."""
@@ -207,14 +212,22 @@ class EngineClient:
             if not self._listeners:
                 self._last_progress = time.monotonic()
             self._listeners[submit.request_id] = listener
-        self._port.send([submit])
+        try:
+            self._port.send([submit])
+        except BaseException:
+            with self._lock:
+                self._listeners.pop(submit.request_id, None)
+            raise
 
     def _await_ready(self, timeout_s: float) -> EngineInfo:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             report = self._port.receive(_POLL_S)
             if report is not None and report.fatal is not None:
-                raise _startup_error(report.fatal)
+                error = _startup_error(report.fatal)
+                if isinstance(error, errors.ConfigError):
+                    raise error
+                raise EngineDeadError(self._cause(report.fatal))
             if report is not None and report.info is not None:
                 return report.info
             failure = self._executor.failure()

@@ -93,7 +93,7 @@ def limits_of(config: EngineConfig, runner: Runner) -> Limits:
 
 
 def _pair_digest(config: EngineConfig) -> bytes:
-    """What a page's contents depend on besides its tokens."""
+    """The pair, as far as its configs tell; the index never outlives the engine's weights."""
     parts = [repr(read_config(config.target)), config.dtype]
     if config.draft is not None:
         parts.append(repr(read_config(config.draft)))

@@ -42,7 +42,7 @@ class Vocabulary:
 
 
 def mask_token_id(draft: DraftConfig, vocab_size: int, vocabulary: Vocabulary | None) -> int:
-    """The id of the draft's mask token (dflash.md §5.11).
+    """The id of the draft's mask token.
 
     Args:
         vocab_size: rows of the target's embedding; it is never resized.

@@ -8,7 +8,7 @@ __all__ = ["accept"]
 
 
 def accept(drafted: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare proposals with the target's own choices (dflash.md §1.10).
+    """Compare proposals with the target's own choices (DFlash, arXiv 2602.06036).
 
     Args:
         drafted: [B, g−1] proposals d_1…d_{g−1}.

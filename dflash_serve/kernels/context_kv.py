@@ -22,7 +22,7 @@ def inject_context(
     pages: list[tuple[Tensor, Tensor]],
     slots: Tensor,
 ) -> None:
-    """Write every draft layer's context keys and values (dflash.md §1.5).
+    """Write every draft layer's context keys and values (DFlash, arXiv 2602.06036).
 
     One product computes k and v of all layers; keys are normalised per head and rotated, values
     are stored as they are.

@@ -1,4 +1,4 @@
-"""The DFlash draft: predicts a whole block of tokens in one pass (dflash.md §1, §2).
+"""The DFlash draft: predicts a whole block of tokens in one pass (arXiv 2602.06036).
 
 Context keys and values come from the target's hidden states, never from token embeddings; the
 block's own rows see the whole context and each other. Embedding and head are the target's.

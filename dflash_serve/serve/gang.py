@@ -1,6 +1,6 @@
 """The gang: one Ray actor per tensor-parallel rank, started, watched and ended as one.
 
-Ray places the ranks, starts them and says when one dies; no Ray call is made per decode step.
+Ray places the ranks, starts them and says when one dies; no rank waits for Ray in a step.
 The ranks talk to the replica through sockets in a private folder, and among themselves through
 their own collectives.
 """

@@ -62,6 +62,9 @@ def serve_locally(config: Path, *, tp: int | None, port: int | None) -> None:
         ConfigError: the file cannot be served.
         EngineDeadError: the application did not start; the text says why.
     """
+    config = config.resolve()
+    if config == _CONFIG:
+        os.chdir(_ROOT)  # the demo file's relative paths start there
     _set_environment()
     plan = _plan(config, tp, port)
     _prepare_target(plan.settings, config)
@@ -134,7 +137,12 @@ def _prepare_target(settings: ServeSettings, config: Path) -> None:
         raise ConfigError(f"target {target} holds no config.json; give the folder of a checkpoint")
     _say(f"preparing the demo model in {target} (once)")
     command = [sys.executable, "-m", _PREPARE, "--output", str(target)]
-    subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(f"the demo target could not be prepared: {last}; run `make demo`")
 
 
 # -- start -----------------------------------------------------------------------------------
@@ -229,9 +237,10 @@ def _introduce(plan: _Plan, seconds: float) -> None:
     print(f"\n{curl_line(url, plan.settings.model)}\n", flush=True)
     try:
         answer = ask(url, plan.settings.model)
-    except urllib.error.HTTPError as error:
-        # A model without a chat template serves completions all the same.
-        _say(f"no sample answer: {error.read().decode()}")
+    except OSError as error:
+        # The server stays up: a model without a chat template still serves completions.
+        detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
+        _say(f"no sample answer: {detail}")
         return
     print(f"user       {answer.question}\nassistant  {answer.text}\n", flush=True)
     _say(answer.figures())
@@ -310,7 +319,6 @@ def main() -> int:
     parser.add_argument("--tp", type=int, help="tensor-parallel size in place of the file's")
     parser.add_argument("--port", type=int, help="HTTP port; the next free one if it is taken")
     arguments = parser.parse_args()
-    os.chdir(_ROOT)  # relative paths of the demo's file start here
     _raise_on_signals()
     try:
         serve_locally(arguments.config.resolve(), tp=arguments.tp, port=arguments.port)

@@ -13,6 +13,7 @@ __all__ = ["Answer", "ask", "curl_line"]
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 _MAX_TOKENS = 96
 _TIMEOUT_S = 300.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is local
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,5 +90,5 @@ def _step_counts(url: str) -> tuple[int, int]:
 def _call(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+    with _OPENER.open(request, timeout=_TIMEOUT_S) as response:
         return json.load(response)

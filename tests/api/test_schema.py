@@ -26,7 +26,7 @@ def without(name: str, **fields: Any) -> dict[str, Any]:
 
 
 BOTH = [
-    ({"temperature": -0.1}, "temperature", "-0.1; allowed: >= 0"),
+    ({"temperature": -0.1}, "temperature", "-0.1; allowed: 0 to 100"),
     ({"temperature": "1"}, "temperature", "valid number"),
     ({"temperature": True}, "temperature", "valid number"),
     ({"top_p": 0}, "top_p", "above 0, at most 1"),

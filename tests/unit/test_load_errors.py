@@ -263,3 +263,32 @@ def test_config_that_is_no_object_is_refused(
     path = Path(pair.draft) / "config.json"
     path.write_text(content)
     assert str(path) in refusal(pair, monkeypatch, CheckpointError)
+
+
+def test_generation_config_that_names_no_end_leaves_the_configs_own(private: Copy) -> None:
+    pair = private("qwen3")
+    (Path(pair.target) / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert load(pair).settings.target.eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{", "valid JSON"), ("[]", "must be an object"), ('{"eos_token_id": "</s>"}', "</s>")],
+)
+def test_generation_config_that_cannot_be_read_is_refused(
+    content: str, named: str, private: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = private("qwen3")
+    (Path(pair.target) / "generation_config.json").write_text(content)
+    assert named in refusal(pair, monkeypatch, ConfigError)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "llama3"}, {"rope_type": "default"}])
+def test_rope_number_that_is_missing_or_no_number_is_refused_by_name(
+    rope: Mapping[str, object], private: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = private("llama")
+    theta = {"rope_theta": "big"} if rope["rope_type"] == "default" else {"rope_theta": 1e4}
+    edit_config(Path(pair.target), {"rope_parameters": REMOVED, "rope_scaling": rope, **theta})
+    text = refusal(pair, monkeypatch, ConfigError)
+    assert ("rope_theta" if rope["rope_type"] == "default" else "factor") in text

@@ -97,9 +97,10 @@ def test_good_sampling_parameters_pass(fields: dict[str, object]) -> None:
 
 
 BAD = [
-    ("temperature", -0.01, ">= 0"),
-    ("temperature", math.nan, ">= 0"),
-    ("temperature", math.inf, ">= 0"),
+    ("temperature", -0.01, "0 to 100"),
+    ("temperature", math.nan, "0 to 100"),
+    ("temperature", math.inf, "0 to 100"),
+    ("temperature", 1e39, "0 to 100"),
     ("top_p", 0.0, "above 0, at most 1"),
     ("top_p", 1.0001, "above 0, at most 1"),
     ("top_p", math.nan, "above 0, at most 1"),
