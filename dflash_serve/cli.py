@@ -199,7 +199,7 @@ def bench_step_command(
     if peer:
         rate = transformers_rate(config.target, ids[: max(4, len(ids) // 2)], max_tokens)
         figures["transformers_tokens_per_second"] = rate
-        _out.print(f"transformers generate, batch 1: {rate:.1f} tok/s")
+        _out.print(f"transformers generate, batch 1, float32 on CPU: {rate:.1f} tok/s")
     if output is not None:
         output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -23,8 +23,9 @@ class Measurement:
     """What a run showed. Prefill is left out of the rates.
 
     Attributes:
-        steps: decode steps that verified no prompt token.
-        step_ms: their durations in milliseconds, ascending.
+        steps: steps run, prefill included.
+        step_ms: durations of the steps without prefill in milliseconds, ascending; where rank 0
+            runs in another process, only the mean over all steps.
         tokens: ids emitted after each request's first.
         seconds: from the last first token of a batch to its last token, summed over batches.
         tokens_per_step: ids emitted per verified block, over all requests.
@@ -94,6 +95,7 @@ def measure(
 ) -> Measurement:
     """Run requests `batch` at a time and time their decode phase."""
     timer.milliseconds.clear()
+    before = (engine.stats.steps, engine.stats.step_seconds)
     emitted = blocks = tokens = 0
     seconds = 0.0
     outputs: list[list[TokenEvent]] = []
@@ -107,9 +109,13 @@ def measure(
         for per_request in collected.values():
             emitted += sum(len(event.token_ids) for event in per_request[1:])
             blocks += len(per_request) - 1
+    step_ms = sorted(timer.milliseconds)
+    if not step_ms and engine.stats.steps > before[0]:  # rank 0 is another process: the mean
+        spent = engine.stats.step_seconds - before[1]
+        step_ms = [spent / (engine.stats.steps - before[0]) * 1e3]
     return Measurement(
-        steps=len(timer.milliseconds),
-        step_ms=tuple(sorted(timer.milliseconds)),
+        steps=engine.stats.steps - before[0],
+        step_ms=tuple(step_ms),
         tokens=tokens,
         seconds=seconds,
         tokens_per_step=emitted / blocks if blocks else 0.0,

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dflash_serve.config import EngineConfig
+from dflash_serve.cores import usable_cores
 from dflash_serve.engine.checks import resolve_device
 from dflash_serve.engine.loop import EngineLoop, follow, limits_of
 from dflash_serve.engine.messages import EngineInfo, Report
@@ -85,7 +86,7 @@ def set_threads(config: EngineConfig) -> None:
 def _threads(config: EngineConfig, cores: int | None) -> int:
     if config.threads is not None:
         return config.threads
-    available = cores if cores is not None else len(os.sched_getaffinity(0))
+    available = usable_cores() if cores is None else cores
     return max(1, available // config.tensor_parallel_size)
 
 

@@ -12,7 +12,6 @@ import importlib
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -23,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dflash_serve import errors, log
 from dflash_serve.config import EngineConfig
+from dflash_serve.cores import usable_cores
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Command, Report
 from dflash_serve.errors import DFlashError, EngineDeadError
@@ -328,16 +328,6 @@ def describe_death(rank: int, error: BaseException | None) -> str:
     if isinstance(error, RayActorError):
         return f"rank {rank} died: its process was killed or crashed"
     return f"rank {rank} failed: {type(error).__name__}: {error}"
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut by the control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def _error_of(ref: ray.ObjectRef) -> BaseException | None:

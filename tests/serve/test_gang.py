@@ -4,11 +4,12 @@ import signal
 import pytest
 
 from dflash_serve.config import EngineConfig
+from dflash_serve.cores import usable_cores
 from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.messages import Submit
 from dflash_serve.errors import EngineDeadError
 from dflash_serve.sampling import SamplingParams
-from dflash_serve.serve.gang import RayExecutor, _check_distinct, describe_death, usable_cores
+from dflash_serve.serve.gang import RayExecutor, _check_distinct, describe_death
 from dflash_serve.serve.processes import is_running
 
 from .conftest import placement_groups, run_dirs

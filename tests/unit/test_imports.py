@@ -23,7 +23,7 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 # A module imports only from its own layer and from those above it in this table.
 LAYERS = [
-    {"__init__", "errors", "log"},
+    {"__init__", "cores", "errors", "log"},
     {"config", "geometry", "sampling", "model_config"},
     {"kernels"},
     {"parallel"},
