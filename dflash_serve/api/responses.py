@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from typing import Any, ClassVar
 
@@ -65,7 +66,7 @@ class Usage:
         return {"drafted_tokens": self._drafted, "accepted_tokens": accepted}
 
 
-class Shape:
+class Shape(abc.ABC):
     """Makes the objects of one answer; a subclass per endpoint.
 
     Args:
@@ -141,11 +142,13 @@ class Shape:
         if self._call.return_token_ids:
             choice["token_ids"] = delta.token_ids
 
+    @abc.abstractmethod
     def _whole_choice(self, total: Delta) -> Json:
-        raise NotImplementedError
+        """The choice of an answer that is not streamed."""
 
+    @abc.abstractmethod
     def _chunk_choice(self, text: str, finish_reason: str | None) -> Json:
-        raise NotImplementedError
+        """The choice of one chunk."""
 
 
 class CompletionShape(Shape):
