@@ -26,17 +26,15 @@ class Runner:
         pair: this rank's models and pages.
         slots: rows of the device tables.
         draft_scale: factor on the draft's logits.
-        drafter: replaces the draft's proposals (tests); context is injected all the same.
     """
 
-    def __init__(
-        self, pair: Pair, slots: int, draft_scale: float = 1.0, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, pair: Pair, slots: int, draft_scale: float = 1.0) -> None:
         geometry = pair.settings.geometry
         length = pair.settings.max_model_len + 2 * geometry.block
         self.pair = pair
         self.state = DeviceState(slots, -(-length // pair.page_size), pair.device)
-        self.drafter = drafter if drafter is not None else _drafter(pair, draft_scale)
+        # Tests put another drafter here; context is injected all the same.
+        self.drafter = _drafter(pair, draft_scale)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
