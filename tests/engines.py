@@ -91,11 +91,10 @@ class ScriptedDrafter:
 
     def propose(self, block: DecodeBlock) -> Tensor:
         """[B, g − 1] ids."""
+        rows = block.sampling.per_row()
         ids = [
             self._proposal(seed, position)
-            for seed, position in zip(
-                block.sampling.seed.tolist(), block.sampling.position.tolist(), strict=True
-            )
+            for seed, position in zip(rows.seed.tolist(), rows.position.tolist(), strict=True)
         ]
         return torch.tensor(ids, device=block.anchor.device).view(block.slots.shape[0], -1)
 

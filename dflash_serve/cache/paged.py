@@ -12,7 +12,8 @@ class PagedKV:
     """Keys and values of every layer of a model shard.
 
     Attributes:
-        layers: per layer (keys, values), each [num_pages, page_size, kv_heads, head_dim].
+        pool: [num_layers, 2, num_pages, page_size, kv_heads, head_dim], keys before values.
+        layers: per layer (keys, values), views of the pool.
     """
 
     def __init__(
@@ -25,16 +26,11 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_pages, page_size, kv_heads, head_dim)
+        shape = (num_layers, 2, num_pages, page_size, kv_heads, head_dim)
         self.page_size = page_size
         # Zeros, not garbage: masked keys must be finite, since 0 · NaN is NaN.
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for _ in range(num_layers)
-        ]
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers: list[tuple[Tensor, Tensor]] = [(both[0], both[1]) for both in self.pool]
 
 
 def page_bytes(

@@ -116,7 +116,7 @@ def head_rows(
         parts.append(
             pick(
                 target.head.apply(hidden[some]),
-                sampling.rows(some),
+                sampling.rows(first, first + limit),
                 target.head.shard,
                 group,
                 noise=None if noise is None else noise[some],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -10,70 +12,77 @@ from dflash_serve.scheduler.plan import SlotSetup, StepPlan
 
 __all__ = ["DeviceState"]
 
+_SETUP = struct.Struct("=4q4d")
+"""A slot's row: anchor, start, seed, top-k, temperature, top-p, min-p, unused."""
+
 
 class DeviceState:
-    """Per-slot tensors; every rank holds the same ones.
+    """Per-slot tables; every rank holds the same ones.
+
+    The tables have one row more than there are slots. It belongs to no request: rows that pad a
+    batch to a captured size stand there, with the dummy page under them.
 
     Attributes:
-        anchor: [S] the known token at position `start`, which has no keys and values yet.
-        start: [S] tokens whose keys and values are committed.
-        page_table: [S, P] page ids in position order; 0 is the dummy page.
+        anchor: [S + 1] the known token at position `start`, which has no keys and values yet.
+        start: [S + 1] tokens whose keys and values are committed.
+        page_table: [S + 1, P] page ids in position order; 0 is the dummy page.
+        dummy: index of the row that is nobody's.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, device: torch.device) -> None:
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
         self.device = device
-        self.anchor = integers(slots)
-        self.start = integers(slots)
-        self.page_table = integers(slots, pages_per_slot)
-        self._seed = integers(slots)
-        self._top_k = integers(slots)
-        self._temperature = torch.zeros(slots, dtype=torch.float32, device=device)
-        self._top_p = torch.ones(slots, dtype=torch.float64, device=device)
-        self._min_p = torch.zeros(slots, dtype=torch.float64, device=device)
+        self.dummy = slots
+        idle = _row(SlotSetup(slot=0, start=0, anchor=0, seed=0, temperature=0.0))
+        # Integers and floats of a slot side by side, so that one gather fetches all of them.
+        self._slots = torch.tensor([idle] * (slots + 1), dtype=torch.int64, device=device)
+        self.page_table = torch.zeros((slots + 1, pages_per_slot), dtype=torch.int64, device=device)
+        self.anchor = self._slots[:, 0]
+        self.start = self._slots[:, 1]
 
     def apply(self, plan: StepPlan) -> None:
         """Take over a plan's new requests and pages."""
         for setup in plan.setups:
-            self._set_up(setup)
+            self.page_table[setup.slot] = 0
+            self._slots[setup.slot] = torch.tensor(_row(setup), device=self.device)
         for slot, first, pages in plan.pages:
             self.page_table[slot, first : first + len(pages)] = torch.tensor(
                 pages, dtype=torch.int64, device=self.device
             )
 
-    def _set_up(self, setup: SlotSetup) -> None:
-        slot = setup.slot
-        self.start[slot] = setup.start
-        self.anchor[slot] = setup.anchor
-        self.page_table[slot] = 0
-        self._seed[slot] = setup.seed
-        self._temperature[slot] = setup.temperature
-        self._top_k[slot] = setup.top_k
-        self._top_p[slot] = setup.top_p
-        self._min_p[slot] = setup.min_p
-
     def sampling(
-        self, slots: Tensor, positions: Tensor, *, noisy: bool, truncates: bool
+        self, slots: Tensor, count: int, *, ahead: int = 1, noisy: bool, truncates: bool
     ) -> RowSampling:
-        """Sampling parameters of rows.
+        """Sampling parameters of rows that choose the tokens from start + ahead on.
 
         Args:
             slots: [B].
-            positions: [B, R] position of the token that each row chooses.
-
-        Returns:
-            parameters of B · R rows, request by request.
+            count: rows of each request.
+            ahead: 1 where the anchor stands at `start`; 0 right after a prefill, which chooses it.
         """
-        rows = slots.repeat_interleave(positions.shape[1])
+        rows = self._slots[slots]
+        real = rows.view(torch.float64)
         return RowSampling(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seed=self._seed[rows],
-            position=positions.flatten(),
+            temperature=real[:, 4],
+            top_k=rows[:, 3],
+            top_p=real[:, 5],
+            min_p=real[:, 6],
+            seed=rows[:, 2],
+            position=rows[:, 1] + ahead,
+            count=count,
             noisy=noisy,
             truncates=truncates,
         )
+
+
+def _row(setup: SlotSetup) -> list[int]:
+    packed = _SETUP.pack(
+        setup.anchor,
+        setup.start,
+        setup.seed,
+        setup.top_k,
+        setup.temperature,
+        setup.top_p,
+        setup.min_p,
+        0.0,
+    )
+    return list(struct.unpack("=8q", packed))

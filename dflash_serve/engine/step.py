@@ -13,11 +13,10 @@ from torch import Tensor
 from dflash_serve.engine.drafters import DecodeBlock, Drafter, head_rows
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.state import DeviceState
-from dflash_serve.kernels.accept import accept
-from dflash_serve.kernels.block import block_positions, page_slots
-from dflash_serve.kernels.context_kv import valid_slots
+from dflash_serve.kernels.accept import commit
+from dflash_serve.kernels.block import gather_block
 from dflash_serve.models.layers import RowBatch
-from dflash_serve.parallel.pick import row_noise
+from dflash_serve.parallel.pick import RowSampling, row_noise
 
 __all__ = ["DecodeOutput", "decode", "prefill"]
 
@@ -58,54 +57,36 @@ def decode(
         longest: host bound on committed length + g.
         noisy, truncates: whether any slot needs noise, or truncation.
     """
-    anchor, start = state.anchor[slots], state.start[slots]
-    batch = _row_batch(state, slots, start, rows, longest, pair.page_size)
-    sampling = state.sampling(
-        slots, block_positions(start + 1, rows), noisy=noisy, truncates=truncates
-    )
+    batch = _row_batch(state, slots, rows, longest, pair.page_size)
+    anchor = state.anchor[slots]
+    sampling = state.sampling(slots, rows, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
 
     if rows > 1 and drafter is not None:
-        block = _draft_view(slots, anchor, batch, state, noise, truncates=truncates)
-        drafted = drafter.propose(block)
+        drafted = drafter.propose(_draft_view(slots, anchor, batch, sampling, noise))
     else:
         drafted = anchor.new_empty((slots.shape[0], 0))
     ids = torch.cat([anchor[:, None], drafted], dim=1)
     hidden, taps = pair.target(ids.flatten(), batch, pair.target_kv)
-    picked, fault = head_rows(
+    picked, faults = head_rows(
         pair.target, hidden, sampling, pair.group, noise=noise, limit=pair.logits_rows
     )
-    picked, fault = picked.view(-1, rows), fault.view(-1, rows)
+    picked, faults = picked.view(-1, rows), faults.view(-1, rows)
 
-    accepted, bonus = accept(drafted, picked)
+    done = commit(drafted, picked, faults, slots, batch.slots, state.anchor, state.start)
     if taps is not None:
-        valid = valid_slots(batch.slots.view(-1, rows), accepted)
-        pair.inject(taps, batch.positions, valid.flatten())
-    state.start[slots] = start + accepted + 1
-    state.anchor[slots] = bonus
-    reached = torch.arange(rows, device=slots.device) <= accepted[:, None]
-    return DecodeOutput(drafted, picked, accepted, (fault & reached).any(dim=1))
+        pair.inject(taps, batch.positions, done.slots)
+    return DecodeOutput(drafted, picked, done.accepted, done.fault)
 
 
 def _draft_view(
-    slots: Tensor,
-    anchor: Tensor,
-    batch: RowBatch,
-    state: DeviceState,
-    noise: Tensor | None,
-    *,
-    truncates: bool,
+    slots: Tensor, anchor: Tensor, batch: RowBatch, sampling: RowSampling, noise: Tensor | None
 ) -> DecodeBlock:
     """Proposal j is for the position that verify row j − 1 chooses, hence the same noise."""
     rows = batch.rows
-    proposals = state.sampling(
-        slots,
-        block_positions(batch.start + 1, rows - 1),
-        noisy=noise is not None,
-        truncates=truncates,
-    )
     if noise is not None:
         noise = noise.view(slots.shape[0], rows, -1)[:, :-1].flatten(0, 1)
+    proposals = dataclasses.replace(sampling, count=rows - 1)
     return DecodeBlock(slots, anchor, batch, proposals, noise)
 
 
@@ -132,15 +113,14 @@ def prefill(
     """
     count = token_ids.shape[0]
     slots = torch.tensor([slot], device=state.device)
-    batch = _row_batch(state, slots, state.start[slots], count, start + count, pair.page_size)
+    batch = _row_batch(state, slots, count, start + count, pair.page_size)
     hidden, taps = pair.target(token_ids, batch, pair.target_kv)
     if taps is not None:
         pair.inject(taps, batch.positions, batch.slots)
     state.start[slot] = start + count
     if not sample:
         return None, hidden[-1:].isnan().any(dim=1)
-    position = torch.tensor([[start + count]], device=state.device)
-    sampling = state.sampling(slots, position, noisy=noisy, truncates=truncates)
+    sampling = state.sampling(slots, 1, ahead=0, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
     picked, fault = head_rows(
         pair.target, hidden[-1:], sampling, pair.group, noise=noise, limit=pair.logits_rows
@@ -150,15 +130,14 @@ def prefill(
 
 
 def _row_batch(
-    state: DeviceState, slots: Tensor, start: Tensor, rows: int, longest: int, page_size: int
+    state: DeviceState, slots: Tensor, rows: int, longest: int, page_size: int
 ) -> RowBatch:
-    table = state.page_table[slots]
-    positions = block_positions(start, rows)
+    block = gather_block(state.start, state.page_table, slots, rows, page_size)
     return RowBatch(
-        start=start,
-        positions=positions.flatten(),
-        slots=page_slots(table, positions, page_size).flatten(),
-        page_table=table,
+        start=block.start,
+        positions=block.positions,
+        slots=block.slots,
+        page_table=block.page_table,
         rows=rows,
         longest=longest,
     )

@@ -8,13 +8,14 @@ before the call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AttentionView", "attend", "attention_view", "paged_attention", "write_pages"]
+__all__ = ["AttentionView", "attend", "write_pages"]
 
 
 def write_pages(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -28,48 +29,53 @@ def write_pages(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
     pages.view(-1, *pages.shape[2:])[slots] = rows.to(pages.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionView:
     """Which keys a call's rows see; the same for every layer, hence made once per forward pass.
 
+    Row i of a request sees keys at positions ≤ start + i when causal, else up to the last row.
+
     Attributes:
-        pages: [B · P] page ids of all requests in position order.
-        mask: [B, 1, group · R, span] added to the scores: 0 or −inf, span = P · page_size.
-    """
-
-    pages: Tensor
-    mask: Tensor
-
-
-def attention_view(
-    page_table: Tensor,
-    start: Tensor,
-    rows: int,
-    max_length: int,
-    *,
-    page_size: int,
-    group: int,
-    causal: bool,
-    dtype: torch.dtype,
-) -> AttentionView:
-    """Row i of a request sees keys at positions ≤ start + i when causal, else up to the last row.
-
-    Args:
         page_table: [B, ≥ P] page ids in position order.
         start: [B] committed length before the rows.
         rows: R, rows of each request.
-        max_length: host bound on start + R over the batch; keys past it are not read.
-        group: query heads that share a key head.
-        dtype: of the queries.
+        longest: host bound on start + R over the batch; keys past it are not read. Only the torch
+            path needs it, and there only to read less.
+        page_size: tokens of a page.
+        causal: whether a row sees no row after it.
     """
-    num_pages = -(-max_length // page_size)
-    position = torch.arange(num_pages * page_size, device=start.device)
-    row = torch.arange(rows, device=start.device) if causal else rows - 1
-    last = (start[:, None] + row).expand(-1, rows)
-    mask = torch.zeros((start.shape[0], rows, position.shape[0]), dtype=dtype, device=start.device)
-    mask.masked_fill_(position > last[:, :, None], -math.inf)
-    pages = page_table[:, :num_pages].flatten()
-    return AttentionView(pages, mask.repeat(1, group, 1)[:, None])
+
+    page_table: Tensor
+    start: Tensor
+    rows: int
+    longest: int
+    page_size: int
+    causal: bool
+    _masks: dict[tuple[int, torch.dtype], Tensor] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @functools.cached_property
+    def pages(self) -> Tensor:
+        """[B · P] page ids of all requests in position order, P = ⌈longest / page_size⌉."""
+        return self.page_table[:, : -(-self.longest // self.page_size)].flatten()
+
+    def mask(self, group: int, dtype: torch.dtype) -> Tensor:
+        """[B, 1, group · R, span] added to the scores: 0 or −inf, span = P · page_size."""
+        key = (group, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._mask(group, dtype)
+        return self._masks[key]
+
+    def _mask(self, group: int, dtype: torch.dtype) -> Tensor:
+        batch, rows = self.start.shape[0], self.rows
+        span = self.pages.shape[0] // batch * self.page_size
+        position = torch.arange(span, device=self.start.device)
+        row = torch.arange(rows, device=self.start.device) if self.causal else rows - 1
+        last = (self.start[:, None] + row).expand(-1, rows)
+        mask = torch.zeros((batch, rows, span), dtype=dtype, device=self.start.device)
+        mask.masked_fill_(position > last[:, :, None], -math.inf)
+        return mask.repeat(1, group, 1)[:, None]
 
 
 def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: AttentionView) -> Tensor:
@@ -83,38 +89,15 @@ def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: Attentio
         [B, R, heads, head_dim].
     """
     batch, rows, heads, head_dim = query.shape
-    kv_heads, span = key_pages.shape[2], view.mask.shape[-1]
-    shape = (batch, span, kv_heads, head_dim)
+    # Query heads that share a key head become extra rows of it, so keys are read once.
+    kv_heads = key_pages.shape[2]
+    group = heads // kv_heads
+    mask = view.mask(group, query.dtype)
+    shape = (batch, mask.shape[-1], kv_heads, head_dim)
     key = key_pages.index_select(0, view.pages).view(shape).transpose(1, 2)
     value = value_pages.index_select(0, view.pages).view(shape).transpose(1, 2)
-    # Query heads that share a key head become extra rows of it, so keys are read once.
-    group = heads // kv_heads
     packed = query.view(batch, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     packed = packed.reshape(batch, kv_heads, group * rows, head_dim)
-    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=view.mask)
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask)
     out = out.view(batch, kv_heads, group, rows, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, rows, heads, head_dim)
-
-
-def paged_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    page_table: Tensor,
-    start: Tensor,
-    max_length: int,
-    *,
-    causal: bool,
-) -> Tensor:
-    """`attend` over a view made for this call alone; arguments as there."""
-    view = attention_view(
-        page_table,
-        start,
-        query.shape[1],
-        max_length,
-        page_size=key_pages.shape[1],
-        group=query.shape[2] // key_pages.shape[2],
-        causal=causal,
-        dtype=query.dtype,
-    )
-    return attend(query, key_pages, value_pages, view)

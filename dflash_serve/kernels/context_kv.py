@@ -6,39 +6,38 @@ import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import write_pages
-from dflash_serve.kernels.linear import linear
 from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import apply_rope
 
-__all__ = ["inject_context", "valid_slots"]
+__all__ = ["store_context", "valid_slots"]
 
 
-def inject_context(
-    context: Tensor,
-    kv_weight: Tensor,
+def store_context(
+    kv: Tensor,
     key_norms: Tensor,
     eps: float,
-    cos_sin: Tensor,
-    pages: list[tuple[Tensor, Tensor]],
+    rope: Tensor,
+    positions: Tensor,
     slots: Tensor,
+    pages: Tensor,
 ) -> None:
     """Write every draft layer's context keys and values (DFlash, arXiv 2602.06036).
 
-    One product computes k and v of all layers; keys are normalised per head and rotated, values
-    are stored as they are.
+    Keys are normalised per head and rotated, values are stored as they are.
 
     Args:
-        context: [T, H] normalised projection of the tapped features.
-        kv_weight: [N · 2 · kv_heads · head_dim, H]; per layer k rows, then v rows.
+        kv: [T, N · 2 · kv_heads · head_dim] projections of the tapped features; per layer k rows,
+            then v rows.
         key_norms: [N, head_dim].
         eps: epsilon of the key norm.
-        cos_sin: [T, head_dim] rope rows at the tokens' positions.
-        pages: per layer (key_pages, value_pages), changed in place.
+        rope: [positions, head_dim] float32 table of `rope_table`.
+        positions: [T] int64.
         slots: [T] page slots; rows that must not be written point into the dummy page.
+        pages: [N, 2, num_pages, page_size, kv_heads, head_dim], changed in place.
     """
     layers, head_dim = key_norms.shape
-    kv_heads = pages[0][0].shape[2]
-    kv = linear(context, kv_weight).reshape(-1, layers, 2, kv_heads, head_dim)
+    kv = kv.view(kv.shape[0], layers, 2, -1, head_dim)
+    cos_sin = rope[positions]
     for layer, (key_pages, value_pages) in enumerate(pages):
         key = apply_rope(rms_norm(kv[:, layer, 0], key_norms[layer], eps), cos_sin)
         write_pages(key_pages, slots, key)

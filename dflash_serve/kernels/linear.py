@@ -1,4 +1,8 @@
-"""Matrix products of activations with a weight."""
+"""Matrix products of activations with a weight, and what is done to their input and output.
+
+On a GPU the norm of the input, the gated activation and the residual add are part of the product
+as long as the rows are few: each would cost as much time as a small product on its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FEW_ROWS", "linear"]
+from dflash_serve.kernels.gated_mlp import silu_mul
+from dflash_serve.kernels.norm import rms_norm
+
+__all__ = ["FEW_ROWS", "linear", "linear_add", "norm_gated", "norm_linear"]
 
 FEW_ROWS = 32
 """Up to this many rows a float32 CPU product is bound by reading the weight."""
@@ -26,3 +33,18 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         x = torch.cat((x, x))
     # Contiguous on both sides: the product is several times slower for other layouts.
     return torch.mm(weight, x.contiguous().t())[:, :rows].t().contiguous()
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N]."""
+    return residual + linear(x, weight)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """rms_norm(x) @ weight.T: [T, K] with norm weight [K] and [N, K] → [T, N]."""
+    return linear(rms_norm(x, norm, eps), weight)
+
+
+def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+    """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
+    return silu_mul(linear(rms_norm(x, norm, eps), gate_up))

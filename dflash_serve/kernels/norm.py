@@ -1,11 +1,11 @@
-"""RMSNorm, alone and with the residual add in front of it."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -16,9 +16,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = x.float()
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual stream after adding `x`, and its norm: returns (norm(s), s), s = x + residual."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total

@@ -66,11 +66,10 @@ class DenseDecoder:
             (after each tapped layer, before any norm), or None without taps.
         """
         stream = self.embed(ids)
-        cos_sin = self.rope[batch.positions]
-        view = batch.view(self.config.model, kv.page_size, stream.dtype, causal=True)
+        view = batch.view(kv.page_size, causal=True)
         tapped = []
         for index, (layer, pages) in enumerate(zip(self.layers, kv.layers, strict=True)):
-            stream = layer(stream, batch, cos_sin, pages, view)
+            stream = layer(stream, batch, self.rope, pages, view)
             if index in self.taps:
                 tapped.append(stream)
         hidden = rms_norm(stream, self.norm, self.eps)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.cache.paged import PagedKV
-from dflash_serve.kernels.context_kv import inject_context
-from dflash_serve.kernels.linear import linear
+from dflash_serve.kernels.context_kv import store_context
+from dflash_serve.kernels.linear import linear, norm_linear
 from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import rope_table
 from dflash_serve.model_config import DraftConfig
@@ -66,10 +66,9 @@ class DFlashDraft:
     def __call__(self, embedded: Tensor, batch: RowBatch, kv: PagedKV) -> Tensor:
         """Block rows → hidden states: [T, H] → [T, H], bidirectional within each block."""
         stream = embedded
-        cos_sin = self.rope[batch.positions]
-        view = batch.view(self.config.model, kv.page_size, stream.dtype, causal=False)
+        view = batch.view(kv.page_size, causal=False)
         for layer, pages in zip(self.layers, kv.layers, strict=True):
-            stream = layer(stream, batch, cos_sin, pages, view)
+            stream = layer(stream, batch, self.rope, pages, view)
         return rms_norm(stream, self.norm, self.eps)
 
     def inject(self, taps: Tensor, positions: Tensor, slots: Tensor, kv: PagedKV) -> None:
@@ -79,13 +78,6 @@ class DFlashDraft:
             taps: [T, taps · target hidden].
             positions, slots: [T].
         """
-        context = rms_norm(linear(taps, self.fc), self.hidden_norm, self.eps)
-        inject_context(
-            context,
-            self.kv_weight,
-            self.key_norms,
-            self.eps,
-            self.rope[positions],
-            kv.layers,
-            slots,
-        )
+        context = linear(taps, self.fc)
+        kv_rows = norm_linear(context, self.hidden_norm, self.eps, self.kv_weight)
+        store_context(kv_rows, self.key_norms, self.eps, self.rope, positions, slots, kv.pool)

@@ -12,22 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.kernels.attention import (
-    AttentionView,
-    attend,
-    attention_view,
-    write_pages,
-)
-from dflash_serve.kernels.gated_mlp import silu_mul
-from dflash_serve.kernels.linear import linear
-from dflash_serve.kernels.norm import add_rms_norm, rms_norm
-from dflash_serve.kernels.rope import apply_rope
+from dflash_serve.kernels.attention import AttentionView, attend
+from dflash_serve.kernels.linear import linear, linear_add, norm_gated, norm_linear
+from dflash_serve.kernels.qkv import rope_and_store
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.weights import WeightPlan
 from dflash_serve.parallel.group import Group
 from dflash_serve.parallel.shard import VocabShard
 
-__all__ = ["Attention", "DecoderLayer", "GatedMLP", "Head", "RowBatch", "VocabEmbedding"]
+__all__ = [
+    "Attention",
+    "DecoderLayer",
+    "GatedMLP",
+    "Head",
+    "RowBatch",
+    "VocabEmbedding",
+    "add_product",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +51,10 @@ class RowBatch:
     rows: int
     longest: int
 
-    def view(
-        self, config: TransformerConfig, page_size: int, dtype: torch.dtype, *, causal: bool
-    ) -> AttentionView:
-        """Which keys the rows see in a model of this shape."""
-        return attention_view(
-            self.page_table,
-            self.start,
-            self.rows,
-            self.longest,
-            page_size=page_size,
-            group=config.num_heads // config.num_kv_heads,
-            causal=causal,
-            dtype=dtype,
+    def view(self, page_size: int, *, causal: bool) -> AttentionView:
+        """Which keys the rows see."""
+        return AttentionView(
+            self.page_table, self.start, self.rows, self.longest, page_size, causal
         )
 
 
@@ -95,24 +87,28 @@ class Attention:
 
     def __call__(
         self,
-        x: Tensor,
+        stream: Tensor,
+        norm: Tensor,
         batch: RowBatch,
-        cos_sin: Tensor,
+        rope: Tensor,
         pages: tuple[Tensor, Tensor],
         view: AttentionView,
     ) -> Tensor:
-        """[T, H] → [T, H]; writes this call's keys and values to the pages first."""
-        heads = linear(x, self.qkv).reshape(x.shape[0], -1, self.head_dim)
-        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = torch.split(heads, sizes, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = rms_norm(query, self.q_norm, self.eps)
-            key = rms_norm(key, self.k_norm, self.eps)
-        query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
-        write_pages(pages[0], batch.slots, key)
-        write_pages(pages[1], batch.slots, value)
+        """stream + attention(rms_norm(stream)): [T, H] → [T, H]; stores the keys and values."""
+        qkv = norm_linear(stream, norm, self.eps, self.qkv)
+        query = rope_and_store(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            rope,
+            batch.positions,
+            batch.slots,
+            pages,
+            self.num_heads,
+        )
         out = attend(query.view(-1, batch.rows, self.num_heads, self.head_dim), *pages, view)
-        return self.group.all_reduce(linear(out.reshape(x.shape[0], -1), self.o))
+        return add_product(stream, out.reshape(stream.shape[0], -1), self.o, self.group)
 
 
 class GatedMLP:
@@ -124,15 +120,17 @@ class GatedMLP:
         hidden, wide = config.hidden_size, config.intermediate_size
         mine = plan.part(wide)
         self.group = group
+        self.eps = config.rms_norm_eps
         self.gate_up = plan.columns(
             [(f"{prefix}.gate_proj.weight", wide, mine), (f"{prefix}.up_proj.weight", wide, mine)],
             hidden,
         )
         self.down = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, H] → [T, H]."""
-        return self.group.all_reduce(linear(silu_mul(linear(x, self.gate_up)), self.down))
+    def __call__(self, stream: Tensor, norm: Tensor) -> Tensor:
+        """stream + mlp(rms_norm(stream)): [T, H] → [T, H]."""
+        wide = norm_gated(stream, norm, self.eps, self.gate_up)
+        return add_product(stream, wide, self.down, self.group)
 
 
 class DecoderLayer:
@@ -141,7 +139,6 @@ class DecoderLayer:
     def __init__(
         self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
     ) -> None:
-        self.eps = config.rms_norm_eps
         hidden = config.hidden_size
         self.input_norm = plan.replicated(f"{prefix}.input_layernorm.weight", hidden)
         self.post_norm = plan.replicated(f"{prefix}.post_attention_layernorm.weight", hidden)
@@ -152,15 +149,20 @@ class DecoderLayer:
         self,
         stream: Tensor,
         batch: RowBatch,
-        cos_sin: Tensor,
+        rope: Tensor,
         pages: tuple[Tensor, Tensor],
         view: AttentionView,
     ) -> Tensor:
         """The residual stream after this layer: [T, H] → [T, H]."""
-        h = rms_norm(stream, self.input_norm, self.eps)
-        h = self.attention(h, batch, cos_sin, pages, view)
-        h, stream = add_rms_norm(h, stream, self.post_norm, self.eps)
-        return stream + self.mlp(h)
+        stream = self.attention(stream, self.input_norm, batch, rope, pages, view)
+        return self.mlp(stream, self.post_norm)
+
+
+def add_product(stream: Tensor, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """stream + x @ weight.T summed over the ranks: [T, H], [T, K] and [H, K] → [T, H]."""
+    if group.size == 1:
+        return linear_add(x, weight, stream)
+    return stream + group.all_reduce(linear(x, weight))
 
 
 class VocabEmbedding:

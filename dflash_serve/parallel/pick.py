@@ -29,15 +29,21 @@ the order of summation, and 2^18 ids of full mass still fit in 64 bits."""
 
 @dataclasses.dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of R rows.
+    """Sampling parameters of the rows of a batch of B requests with `count` rows each.
+
+    Row r belongs to request r // count and chooses the token at position[r // count] + r % count.
+    Tensors are [B] and may be strided views of a table.
 
     Attributes:
-        temperature: [R] float32.
-        top_k: [R] int64, 0 keeps all.
-        top_p, min_p: [R] float64.
-        seed, position: [R] int64; position is that of the token being chosen.
+        temperature, top_p, min_p: floating point.
+        top_k: int64, 0 keeps all.
+        seed: int64.
+        position: int64, position of the token that the request's first row chooses.
         noisy: whether any temperature is above 0 (known on the host).
         truncates: whether any row has a top-k, top-p or min-p in force (known on the host).
+        count: rows of each request.
+        first: index of the first row meant; above 0 where a batch is cut into parts.
+        length: rows meant, from `first` on; None for all.
     """
 
     temperature: Tensor
@@ -48,16 +54,32 @@ class RowSampling:
     position: Tensor
     noisy: bool
     truncates: bool
+    count: int = 1
+    first: int = 0
+    length: int | None = None
 
-    def rows(self, some: slice) -> RowSampling:
-        """The parameters of some of the rows."""
+    def __len__(self) -> int:
+        if self.length is not None:
+            return self.length
+        return self.seed.shape[0] * self.count - self.first
+
+    def rows(self, start: int, stop: int) -> RowSampling:
+        """The parameters of rows start…stop−1."""
+        return dataclasses.replace(
+            self, first=self.first + start, length=min(stop, len(self)) - start
+        )
+
+    def per_row(self) -> RowSampling:
+        """The same with one entry per row."""
+        row = self.first + torch.arange(len(self), device=self.seed.device)
+        request = row // self.count
         return RowSampling(
-            temperature=self.temperature[some],
-            top_k=self.top_k[some],
-            top_p=self.top_p[some],
-            min_p=self.min_p[some],
-            seed=self.seed[some],
-            position=self.position[some],
+            temperature=self.temperature[request].float(),
+            top_k=self.top_k[request],
+            top_p=self.top_p[request].double(),
+            min_p=self.min_p[request].double(),
+            seed=self.seed[request],
+            position=self.position[request] + row % self.count,
             noisy=self.noisy,
             truncates=self.truncates,
         )
@@ -67,6 +89,7 @@ def row_noise(rows: RowSampling, shard: VocabShard) -> Tensor | None:
     """T · G for this rank's valid ids: [R, valid] float32, or None when every row is greedy."""
     if not rows.noisy:
         return None
+    rows = rows.per_row()
     noise = gumbel(rows.seed, rows.position, shard.first, shard.valid)
     return rows.temperature[:, None] * noise
 
@@ -98,7 +121,7 @@ def pick(
     if noise is not None:
         score = score + noise
     if truncate and rows.truncates:
-        key = _truncated(local, score, rows, shard, group)
+        key = _truncated(local, score, rows.per_row(), shard, group)
     else:
         key = group.maximum(best(score, shard.first))
     fault = key == FAULT

@@ -26,9 +26,9 @@ class SlotSetup(msgspec.Struct, frozen=True, kw_only=True):
     anchor: int
     seed: int
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,8 +57,8 @@ class Switched:
             assert self._real is not None
             return self._real.propose(block)
         batch = block.slots.shape[0]
-        seeds = block.sampling.seed.view(batch, -1)[:, 0].tolist()
-        positions = block.sampling.position.view(batch, -1).tolist()
+        seeds = block.sampling.seed.tolist()
+        positions = block.sampling.per_row().position.view(batch, -1).tolist()
         rows = [self._row(behaviour, s, p) for s, p in zip(seeds, positions, strict=True)]
         return torch.tensor(rows, device=block.anchor.device)
 
@@ -112,7 +112,7 @@ class Recorder:
         return drafted
 
     def _seeds(self, block: DecodeBlock) -> list[int]:
-        seeds: list[int] = block.sampling.seed.view(block.slots.shape[0], -1)[:, 0].tolist()
+        seeds: list[int] = block.sampling.seed.tolist()
         return seeds
 
     def _read(self, block: DecodeBlock, i: int) -> Tensor:
@@ -152,7 +152,8 @@ class Replay:
 
     def propose(self, block: DecodeBlock) -> Tensor:
         """[B, g − 1] ids."""
-        rows = zip(block.sampling.seed.tolist(), block.sampling.position.tolist(), strict=True)
+        each = block.sampling.per_row()
+        rows = zip(each.seed.tolist(), each.position.tolist(), strict=True)
         mine = slice(self._shard.first, self._shard.first + self._shard.rows)
         logits = torch.stack([self._row(seed, position)[mine] for seed, position in rows])
         drafted, _ = pick(logits, block.sampling, self._shard, self._group, noise=block.noise)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from dflash_serve.engine import step
-from dflash_serve.engine.state import DeviceState
 from dflash_serve.parallel.group import Single
 from dflash_serve.parallel.pick import RowSampling, pick, row_noise
 from dflash_serve.parallel.shard import VocabShard
-from tests.engine.law import FALSE_ALARM, Law, Rounds, chi_square_p, exact_probabilities
+from tests.engine.law import (
+    FALSE_ALARM,
+    FREQUENT,
+    RANGES,
+    Law,
+    Rounds,
+    chi_square_p,
+    exact_probabilities,
+    wide_bins,
+)
 from tests.engine.rows import row_sampling
 from tests.tiny import make_pair
 
@@ -55,21 +65,20 @@ def test_control_draft_distribution_in_place_of_the_targets_is_found(
         picked[:, :-1] = drafted
         return torch.full_like(picked[:, 0], ROWS - 1), picked[:, -1].clone()
 
-    monkeypatch.setattr(step, "accept", trusting)
+    monkeypatch.setattr("dflash_serve.kernels.accept.accept", trusting)
     ids, _ = rounds.sample(LAWS[1], CONTROL_ROUNDS)
     p_values = rounds.p_values(ids, LAWS[1])
     assert all(p < FALSE_ALARM for p in p_values.values())
 
 
 def test_control_noise_used_twice_is_found(rounds: Rounds, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = DeviceState.sampling
+    honest = step.row_noise
 
-    def repeating(
-        self: DeviceState, slots: Tensor, positions: Tensor, *, noisy: bool, truncates: bool
-    ) -> RowSampling:
-        return honest(self, slots, (positions + 1) // 2, noisy=noisy, truncates=truncates)
+    def repeating(rows: RowSampling, shard: VocabShard) -> Tensor | None:
+        rows = rows.per_row()
+        return honest(dataclasses.replace(rows, position=(rows.position + 1) // 2), shard)
 
-    monkeypatch.setattr(DeviceState, "sampling", repeating)
+    monkeypatch.setattr(step, "row_noise", repeating)
     ids, _ = rounds.sample(LAWS[0], CONTROL_ROUNDS)
     p_values = rounds.p_values(ids, LAWS[0])
     assert p_values["first"] > FALSE_ALARM
@@ -101,13 +110,12 @@ def wide_logits() -> Tensor:
 
 
 def wide_counts(law: Law, draws: int) -> tuple[Tensor, Tensor]:
-    """Counts and exact probabilities by bin: frequent ids alone, the tail in 60 bins."""
+    """Counts and exact probabilities by bin, see `wide_bins`."""
     logits, shard = wide_logits(), VocabShard(0, WIDE, WIDE)
     exact = exact_probabilities(logits, law.temperature, law.top_k, law.top_p, law.min_p)
-    bins = 40 + torch.arange(WIDE) * 60 // WIDE
-    bins[exact.topk(40).indices] = torch.arange(40)
-    probabilities = torch.zeros(100, dtype=torch.float64).index_add_(0, bins, exact)
-    counts = torch.zeros(100, dtype=torch.int64)
+    bins = wide_bins(exact)
+    probabilities = torch.zeros(FREQUENT + RANGES, dtype=torch.float64).index_add_(0, bins, exact)
+    counts = torch.zeros(FREQUENT + RANGES, dtype=torch.int64)
     for first in range(0, draws, 20):
         rows = row_sampling(
             20,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.engine.pair import Pair
-from dflash_serve.kernels.context_kv import inject_context, valid_slots
+from dflash_serve.kernels.context_kv import store_context, valid_slots
 from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import apply_rope, rope_table
 from dflash_serve.model_config import RopeConfig
@@ -21,13 +21,6 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def empty_pages(layers: int) -> list[tuple[Tensor, Tensor]]:
-    return [
-        (torch.zeros(6, PAGE, KV_HEADS, WIDTH), torch.zeros(6, PAGE, KV_HEADS, WIDTH))
-        for _ in range(layers)
-    ]
-
-
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_fused_injection_equals_each_layer_on_its_own(layers: int, tokens: int) -> None:
@@ -35,10 +28,12 @@ def test_fused_injection_equals_each_layer_on_its_own(layers: int, tokens: int) 
     weights = rand(layers, 2, KV_HEADS * WIDTH, HIDDEN, seed=1)
     norms = 1 + 0.1 * rand(layers, WIDTH, seed=2)
     table = rope_table(RopeConfig(theta=1e4), WIDTH, 64, torch.device("cpu"))
-    cos_sin = table[3 : 3 + tokens]
+    positions = torch.arange(3, 3 + tokens)
+    cos_sin = table[positions]
     slots = torch.randperm(5 * PAGE, generator=torch.Generator().manual_seed(3))[:tokens] + PAGE
-    pages = empty_pages(layers)
-    inject_context(context, weights.flatten(0, 2), norms, EPS, cos_sin, pages, slots)
+    pages = torch.zeros(layers, 2, 6, PAGE, KV_HEADS, WIDTH)
+    kv = context @ weights.flatten(0, 2).T
+    store_context(kv, norms, EPS, table, positions, slots, pages)
     for layer in range(layers):
         key = (context @ weights[layer, 0].T).view(tokens, KV_HEADS, WIDTH)
         key = apply_rope(rms_norm(key, norms[layer], EPS), cos_sin)

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from dflash_serve.kernels.accept import accept
-from dflash_serve.kernels.attention import paged_attention, write_pages
+from dflash_serve.kernels.attention import AttentionView, attend, write_pages
 from dflash_serve.kernels.block import block_ids, block_positions, page_slots
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.linear import FEW_ROWS, linear
-from dflash_serve.kernels.norm import add_rms_norm, rms_norm
+from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import apply_rope, rope_table
 from dflash_serve.model_config import RopeConfig
 
@@ -39,6 +39,20 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, start: int, causa
             weight = torch.softmax(keys @ query[row, head] / math.sqrt(width), dim=0)
             out[row, head] = weight @ values
     return out
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    start: Tensor,
+    longest: int,
+    *,
+    causal: bool,
+) -> Tensor:
+    view = AttentionView(table, start, query.shape[1], longest, PAGE, causal)
+    return attend(query, keys, values, view)
 
 
 def paged_case(
@@ -152,13 +166,6 @@ def test_rms_norm_equals_transformers(shape: tuple[int, ...]) -> None:
         reference.weight.copy_(rand(shape[-1], seed=3))
         x = rand(*shape)
         assert (rms_norm(x, reference.weight, 1e-5) - reference(x)).abs().max() < 1e-6
-
-
-def test_added_norm_returns_the_sum_and_its_norm() -> None:
-    x, residual, weight = rand(4, 16), rand(4, 16, seed=1), rand(16, seed=2)
-    normed, total = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-6))
 
 
 def test_gated_activation_multiplies_silu_of_the_first_half() -> None:

@@ -1,0 +1,1 @@
+"""Triton kernels; imported only once a tensor has to go through them."""
