@@ -49,7 +49,7 @@ test-all: lint demo  ## the same and the slow ones, the demo pair included
 	$(PYTEST) -m "not gpu"
 
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest tests/kernels tests/gpu
 
 $(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed
 	mkdir -p $(DEMO_WHEELS)

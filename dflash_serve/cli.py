@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from dflash_serve import __version__
 from dflash_serve.config import EngineConfig
@@ -44,6 +43,13 @@ VerifyLength = Annotated[
 ]
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="In place of the draft checkpoint's block size.")
+]
+
+Batches = Annotated[
+    str | None, typer.Option(help="Batch sizes, by commas: 1,8; 1,8,32,128 on dummy weights.")
+]
+Lengths = Annotated[
+    str | None, typer.Option(help="Verify lengths, by commas: 2,3,4,6,8; 16 on dummy weights.")
 ]
 
 
@@ -162,8 +168,12 @@ def bench_step_command(
         Path | None, typer.Option(help="JSON lines; a few of our own if left out.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts to use.")] = 16,
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
-    verify: Annotated[str, typer.Option(help="Verify lengths, by commas.")] = "2,3,4,6,8",
+    batch: Batches = None,
+    verify: Lengths = None,
+    context: Annotated[str, typer.Option(help="Dummy weights only.")] = "1024,8192,32768",
+    accept: Annotated[
+        str, typer.Option(help="Dummy weights only: tokens per step to model tokens/s with.")
+    ] = "3,5,6.5",
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
     max_model_len: Annotated[int | None, typer.Option(min=1)] = 2048,
     tp: Tp = 1,
@@ -173,7 +183,16 @@ def bench_step_command(
     peer: Annotated[bool, typer.Option(help="Also time transformers' generate at batch 1.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the raw figures as JSON.")] = None,
 ) -> None:
-    """Step time, tokens per step and tokens/s by batch and verify length."""
+    """Step time, tokens per step and tokens/s by batch and verify length.
+
+    With presets such as dummy:qwen3-8b and dummy:qwen3-8b-b16 the weights are random: step times
+    are real, tokens/s are modelled.
+    """
+    if target.startswith("dummy:"):
+        options = {"device": device, "dtype": dtype}
+        _bench_presets(target, draft, batch, context, verify, accept, options, output)
+        return
+    batch, verify = batch or "1,8", verify or "2,3,4,6,8"
     from dflash_serve.api.codec import TextCodec
     from dflash_serve.bench.prompts import load_prompts
     from dflash_serve.bench.step import bench_step, step_table, transformers_rate
@@ -204,46 +223,91 @@ def bench_step_command(
         output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
+def _bench_presets(
+    target: str,
+    draft: str,
+    batch: str | None,
+    context: str,
+    verify: str | None,
+    accept: str,
+    options: dict[str, Any],
+    output: Path | None,
+) -> None:
+    from dflash_serve.bench.grid import bench_presets
+
+    bench_presets(
+        target,
+        draft if draft.startswith("dummy:") else None,
+        batches=[int(n) for n in _numbers("batch", batch or "1,8,32,128")],
+        contexts=[int(n) for n in _numbers("context", context)],
+        lengths=[int(n) for n in _numbers("verify", verify or "16")],
+        accept=_numbers("accept", accept),
+        options=options,
+        console=_out,
+        output=output,
+    )
+
+
 @app.command()
 @_reported
 def roofline(
-    target: Target = str(DEMO_TARGET),
-    draft: Draft = str(DEMO_DRAFT),
+    target: Annotated[
+        str, typer.Option(help="Folder of the target, or a public shape such as qwen3-8b.")
+    ] = str(DEMO_TARGET),
+    draft: Annotated[
+        str, typer.Option(help="Folder of the draft, or 'like-target': 5 layers of its shape.")
+    ] = str(DEMO_DRAFT),
     batch: Annotated[str, typer.Option(help="Batch sizes, by commas.")] = "1,8,32,128",
     context: Annotated[int, typer.Option(min=1)] = 1024,
     verify_length: VerifyLength = None,
+    block_size: BlockSize = None,
     tp: Tp = 1,
-    bandwidth: Annotated[float, typer.Option(help="Memory, TB/s.")] = 4.3,
-    tflops: Annotated[float, typer.Option(help="Products, TFLOP/s.")] = 790.0,
-    link: Annotated[float, typer.Option(help="Between devices, GB/s one way.")] = 450.0,
-    accept: Annotated[str, typer.Option(help="Tokens per step to model.")] = "3,5,6.5",
+    tau: Annotated[str | None, typer.Option(help="Tokens per full block to model.")] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Conditional acceptance per position, in place of --tau.")
+    ] = None,
+    measured: Annotated[float | None, typer.Option(help="Time of a step, ms.")] = None,
+    gpu: Annotated[str, typer.Option(help="h200, or h200-read: 4.2 TB/s.")] = "h200",
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="What a very good engine reaches, not the floor.")
+    ] = False,
+    bandwidth: Annotated[float | None, typer.Option(help="Memory, TB/s.")] = None,
+    tflops: Annotated[float | None, typer.Option(help="Products, TFLOP/s.")] = None,
+    link: Annotated[float | None, typer.Option(help="Between devices, GB/s one way.")] = None,
+    element_bytes: Annotated[int, typer.Option(min=1, help="Of a weight or cache entry.")] = 2,
+    collective_us: Annotated[float | None, typer.Option(min=0, help="Of one collective.")] = None,
+    node_us: Annotated[float | None, typer.Option(min=0, help="Before each kernel.")] = None,
 ) -> None:
     """The least time a decode step can take, from the configs alone (bf16; H200 by default)."""
-    from dflash_serve.bench.roofline import Machine, Workload, step_floor
-    from dflash_serve.model_config import DraftConfig, TargetConfig
+    from dflash_serve.bench import roofline_report as tool
 
-    machine = Machine(bandwidth * 1e12, tflops * 1e12, link * 1e9)
-    config = TargetConfig.load(Path(target).expanduser())
-    proposer = DraftConfig.load(Path(draft).expanduser())
-    rows = proposer.geometry(block_size=None, verify_length=verify_length).rows
-    steps = _numbers("accept", accept)
-    table = Table(title=f"floor: g {rows}, context {context}, tp {tp}", title_justify="left")
-    names = ["batch", "GB", "TFLOP", "floor ms", "plain ms"]
-    for name in [*names, *(f"tok/s at {a:g}" for a in steps), "even at"]:
-        table.add_column(name, justify="right")
-    for size in (int(n) for n in _numbers("batch", batch)):
-        floor = step_floor(config, proposer, Workload(size, context, rows, tp), machine)
-        plain = step_floor(config, None, Workload(size, context, 1, tp), machine)
-        table.add_row(
-            str(size),
-            f"{floor.bytes / 1e9:.2f}",
-            f"{floor.flops / 1e12:.2f}",
-            f"{floor.seconds * 1e3:.2f}",
-            f"{plain.seconds * 1e3:.2f}",
-            *(f"{size * a / floor.seconds:,.0f}" for a in steps),
-            f"{floor.seconds / plain.seconds:.2f}",
-        )
-    _out.print(table)
+    config = tool.load_target(target)
+    proposer, block, rows = tool.load_draft(
+        draft, config, block_size=block_size, rows=verify_length
+    )
+    question = tool.Question(
+        target=config,
+        draft=proposer,
+        machine=tool.machine_named(
+            gpu,
+            estimate=estimate,
+            element_bytes=element_bytes,
+            bandwidth_tb=bandwidth,
+            tflops=tflops,
+            link_gb=link,
+            collective_us=collective_us,
+            node_us=node_us,
+        ),
+        block=block,
+        rows=rows,
+        batches=[int(n) for n in _numbers("batch", batch)],
+        context=context,
+        tp=tp,
+        taus=None if tau is None else _numbers("tau", tau),
+        acceptance=None if acceptance is None else _numbers("acceptance", acceptance),
+        measured_ms=measured,
+    )
+    tool.report(question, _out)
 
 
 @app.command()

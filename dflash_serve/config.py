@@ -19,6 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 ExecutorName = Literal["inproc", "mp", "ray"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class EngineConfig:
         tensor_parallel_size: number of ranks; must divide the attention heads of both models.
         device: "cpu", "cuda", or "auto" (cuda when there is a GPU).
         dtype: "float32", "bfloat16", or "auto" (float32 on CPU, bfloat16 on CUDA).
+        load_format: "auto" reads the checkpoints' tensors; "dummy" leaves them unread (there need
+            not be any) and fills the parameters with random values, for benchmarks: a step costs
+            what it costs with the real ones, the output is noise and few drafts are accepted.
         executor: who runs the ranks: this process ("inproc", tp 1 only), child processes
             ("mp"), or Ray actors ("ray").
         max_model_len: longest prompt + output in tokens; None takes the target's own limit.
@@ -42,13 +46,17 @@ class EngineConfig:
         gpu_memory_fraction: share of the GPU's memory the engine may use.
         prefill_chunk: most prompt tokens computed in one step.
         prefix_cache: keep finished pages and reuse them for prompts with the same beginning.
-        verify_length: rows verified per step (g); None verifies the draft's whole block.
+        verify_length: rows verified per step (g); None verifies the draft's whole block, "auto"
+            lets rank 0 choose before every step from timings and running acceptance.
         block_size: overrides the draft checkpoint's block size.
         draft_scale: factor on the draft's logits before the noise is added; it cannot change
             the output, only how often the draft agrees with the target.
         valid_vocab_size: ids at or above it are never produced; None takes the tokenizer's
             size where there is a tokenizer, else the head's.
         logits_rows: most rows sent through the language-model head at once.
+        eager: on CUDA, run every step kernel by kernel instead of as one captured graph.
+        overlap: plan and launch a step before the results of the one ahead of it are read; None
+            does so on CUDA, where the host would otherwise keep the device waiting.
         share_gpu: let several ranks use one GPU (tests only: gloo collectives, eager).
         threads: CPU threads per rank; None divides the cores among the ranks.
         hang_timeout_s: seconds without a completed step, while work is pending, after which
@@ -61,6 +69,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     device: Device = "auto"
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
     executor: ExecutorName = "inproc"
     max_model_len: int | None = None
     max_running: int = 8
@@ -69,11 +78,13 @@ class EngineConfig:
     gpu_memory_fraction: float = 0.9
     prefill_chunk: int = 1024
     prefix_cache: bool = True
-    verify_length: int | None = None
+    verify_length: int | Literal["auto"] | None = None
     block_size: int | None = None
     draft_scale: float = 1.0
     valid_vocab_size: int | None = None
     logits_rows: int = 1024
+    eager: bool = False
+    overlap: bool | None = None
     share_gpu: bool = False
     threads: int | None = None
     hang_timeout_s: float = 30.0
@@ -84,7 +95,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive = ("tensor_parallel_size", "max_running", "page_size", "prefill_chunk")
         optional = ("max_model_len", "verify_length", "block_size", "threads", "valid_vocab_size")
-        given = [name for name in optional if getattr(self, name) is not None]
+        given = [name for name in optional if getattr(self, name) not in (None, "auto")]
         for name in (*positive, "logits_rows", *given):
             _require_positive(name, getattr(self, name), whole=True)
         if self.kv_cache_gib is not None:
@@ -93,6 +104,7 @@ class EngineConfig:
             _require_positive(name, getattr(self, name))
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         _require_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
+        _require_choice("load_format", self.load_format, ("auto", "dummy"))
         _require_choice("executor", self.executor, ("inproc", "mp", "ray"))
         if not 0.0 < self.gpu_memory_fraction <= 1.0:
             raise ConfigError(
@@ -103,11 +115,16 @@ class EngineConfig:
                 f"executor 'inproc' runs one rank, but tensor_parallel_size is "
                 f"{self.tensor_parallel_size}; use executor 'mp' or 'ray'"
             )
-        if self.draft is None and (self.verify_length or 1) > 1:
+        if self.draft is None and self.verify_length not in (None, 1):
             raise ConfigError(
-                f"verify_length is {self.verify_length} but there is no draft; "
+                f"verify_length is {self.verify_length!r} but there is no draft; "
                 "give a draft or leave verify_length out"
             )
+
+    @property
+    def fixed_verify_length(self) -> int | None:
+        """g where it is the same in every step; None takes the draft's block as the largest."""
+        return None if self.verify_length == "auto" else self.verify_length
 
 
 def _require_positive(name: str, value: float, *, whole: bool = False) -> None:

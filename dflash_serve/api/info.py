@@ -20,6 +20,7 @@ def server_info(models: Sequence[str], statuses: Sequence[ReplicaStatus]) -> dic
 
     `avg_spec_accept_length` is tokens committed per verified block (bonus token included), pooled
     over the verify lengths that draft; per verify length it stands beside, one-row steps too.
+    `dummy_weights` is true when any replica computes with random weights.
 
     Args:
         models: names served.
@@ -30,6 +31,7 @@ def server_info(models: Sequence[str], statuses: Sequence[ReplicaStatus]) -> dic
     return {
         "version": __version__,
         "models": list(models),
+        "dummy_weights": any(status.info.dummy_weights for status in statuses),
         "speculative_algorithm": "DFLASH" if drafts else None,
         "speculative_num_draft_tokens": first.verify_length if first and drafts else None,
         **_accept_lengths(statuses),

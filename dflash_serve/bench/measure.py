@@ -11,6 +11,7 @@ from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.executors import start_engine
 from dflash_serve.engine.inproc import InprocExecutor
 from dflash_serve.engine.messages import Submit, TokenEvent
+from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
 from dflash_serve.sampling import SamplingParams
 from dflash_serve.scheduler.plan import StepPlan, StepResult
@@ -54,23 +55,37 @@ class Measurement:
 
 
 class StepTimer:
-    """Records how long each pure decode step takes inside rank 0's process."""
+    """Records how long each pure decode step takes inside rank 0's process.
+
+    A step lasts from its launch, or from the end of the step before it if that came later, until
+    its results are read.
+    """
 
     def __init__(self) -> None:
         self.milliseconds: list[float] = []
+        self._ended = 0.0
 
     def install(self, runner: Runner) -> None:
-        """Wrap a runner's `execute`; an `OnReady`."""
-        execute = runner.execute
+        """Wrap a runner's `launch`; an `OnReady`."""
+        launch = runner.launch
 
-        def timed(plan: StepPlan) -> StepResult:
+        def timed(plan: StepPlan) -> Pending:
             began = time.perf_counter()
-            result = execute(plan)
-            if plan.decode and not plan.prefill:
-                self.milliseconds.append((time.perf_counter() - began) * 1e3)
-            return result
+            pending = launch(plan)
+            wait = pending.result
 
-        runner.execute = timed  # type: ignore[method-assign]
+            def result() -> StepResult:
+                outcome = wait()
+                ended = time.perf_counter()
+                if plan.decode and not plan.prefill:
+                    self.milliseconds.append((ended - max(began, self._ended)) * 1e3)
+                self._ended = ended
+                return outcome
+
+            pending.result = result  # type: ignore[method-assign]
+            return pending
+
+        runner.launch = timed  # type: ignore[method-assign]
 
 
 def start_timed(config: EngineConfig, timer: StepTimer) -> EngineClient:

@@ -89,7 +89,9 @@ def resolve_pair(config: EngineConfig) -> PairSettings:
     if config.draft is None:
         return PairSettings(target, None, Geometry.plain(), max_len, valid, (), None)
     draft = DraftConfig.load(config.draft)
-    geometry = draft.geometry(block_size=config.block_size, verify_length=config.verify_length)
+    geometry = draft.geometry(
+        block_size=config.block_size, verify_length=config.fixed_verify_length
+    )
     draft.model.check_tensor_parallel(size, "draft")
     _check_match(target, draft)
     return PairSettings(
@@ -98,7 +100,7 @@ def resolve_pair(config: EngineConfig) -> PairSettings:
         geometry=geometry,
         max_model_len=max_len,
         valid_vocab=valid,
-        taps=_taps(config.draft, target, draft),
+        taps=_taps(config, config.draft, target, draft),
         mask_id=mask_token_id(draft, target.vocab_size, vocabulary),
     )
 
@@ -118,7 +120,16 @@ def _check_match(target: TargetConfig, draft: DraftConfig) -> None:
             )
 
 
-def _taps(folder: str, target: TargetConfig, draft: DraftConfig) -> tuple[int, ...]:
+def _taps(
+    config: EngineConfig, folder: str, target: TargetConfig, draft: DraftConfig
+) -> tuple[int, ...]:
+    if config.load_format == "dummy":
+        if draft.taps is None:
+            raise ConfigError(
+                f"load_format is 'dummy', and {folder} has no target_layer_ids to size fc.weight "
+                "by; list the tapped layers in dflash_config.target_layer_ids"
+            )
+        return draft.resolve_taps(len(draft.taps), target.model.num_layers)
     checkpoint = Checkpoint(folder)
     try:
         if "fc.weight" not in checkpoint.names:
@@ -153,14 +164,18 @@ def num_pages(
     group: Group,
     dtype: torch.dtype,
     device: torch.device,
+    reserve: int = 0,
 ) -> tuple[int, int]:
     """Pages of the pool (the dummy page included) and bytes of one page, target and draft.
+
+    Args:
+        reserve: bytes that steps need beside weights and pages.
 
     Raises:
         CapacityError: the budget does not hold one request of full length; names the least
             budget that does.
     """
-    pages, size = _own_pages(config, settings, group.rank, group.size, dtype, device)
+    pages, size = _own_pages(config, settings, group.rank, group.size, dtype, device, reserve)
     return _agree(pages, group, device), size
 
 
@@ -183,6 +198,7 @@ def _own_pages(
     ranks: int,
     dtype: torch.dtype,
     device: torch.device,
+    reserve: int = 0,
 ) -> tuple[int, int]:
     """`num_pages` as far as one rank can tell."""
     name = next(n for n, d in _DTYPES.items() if d is dtype)
@@ -199,25 +215,38 @@ def _own_pages(
     )
     one_request = -(-(settings.max_model_len + settings.geometry.lookahead) // config.page_size)
     least = one_request + 1
-    budget = _budget(config, device)
+    budget = _budget(config, device, reserve)
     pages = config.max_running * one_request + 1 if budget is None else int(budget) // size
     if pages < least:
         raise CapacityError(
             f"{(budget or 0) / 2**30:.6g} GiB hold {max(pages, 0)} pages; one request of "
-            f"{settings.max_model_len} tokens needs {least}; the smallest kv_cache_gib that works "
-            f"is {_gib_for(least * size)} (or lower max_model_len)"
+            f"{settings.max_model_len} tokens needs {least}; "
+            f"{_way_out(config, device, budget or 0.0, least * size)} (or lower max_model_len)"
         )
     return min(pages, config.max_running * one_request + 1), size
 
 
-def _budget(config: EngineConfig, device: torch.device) -> float | None:
+def _budget(config: EngineConfig, device: torch.device, reserve: int) -> float | None:
     """Bytes for pages, or None for as many as the running requests can ever need."""
     if config.kv_cache_gib is not None:
         return config.kv_cache_gib * 2**30
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return free - (1.0 - config.gpu_memory_fraction) * total
+    return free - (1.0 - config.gpu_memory_fraction) * total - reserve
+
+
+def _way_out(config: EngineConfig, device: torch.device, budget: float, need: int) -> str:
+    """What to set so that `need` bytes fit."""
+    if config.kv_cache_gib is None and device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        fraction = config.gpu_memory_fraction + (need - budget) / total
+        if fraction <= 1.0:
+            return (
+                f"the smallest gpu_memory_fraction that works is {math.ceil(fraction * 1e3) / 1e3}"
+            )
+        return "the GPU is too small for it; use eager, a smaller max_running or prefill_chunk"
+    return f"the smallest kv_cache_gib that works is {_gib_for(need)}"
 
 
 def _agree(pages: int, group: Group, device: torch.device) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dflash_serve.cache.paged import PagedKV
-from dflash_serve.kernels.block import block_ids
 from dflash_serve.models.decoder import DenseDecoder
 from dflash_serve.models.dflash import DFlashDraft
 from dflash_serve.models.layers import RowBatch
@@ -29,6 +28,7 @@ class DecodeBlock:
 
     Attributes:
         slots, anchor: [B].
+        ids: [B, g] the anchor and g − 1 masks.
         batch: where the B · g rows stand.
         sampling: parameters of the B · (g − 1) proposals.
         noise: their noise on this rank, [B · (g − 1), valid ids], or None when all are greedy.
@@ -36,6 +36,7 @@ class DecodeBlock:
 
     slots: Tensor
     anchor: Tensor
+    ids: Tensor
     batch: RowBatch
     sampling: RowSampling
     noise: Tensor | None
@@ -52,7 +53,6 @@ class DFlashDrafter:
     """The draft model with the target's embedding and head.
 
     Args:
-        mask_id: id that stands for "to be predicted".
         scale: factor on the draft's logits.
         logits_rows: most rows sent through the head at once.
     """
@@ -63,7 +63,6 @@ class DFlashDrafter:
         target: DenseDecoder,
         kv: PagedKV,
         group: Group,
-        mask_id: int,
         scale: float,
         logits_rows: int,
     ) -> None:
@@ -71,15 +70,13 @@ class DFlashDrafter:
         self._target = target
         self._kv = kv
         self._group = group
-        self._mask_id = mask_id
         self._scale = scale
         self._logits_rows = logits_rows
 
     def propose(self, block: DecodeBlock) -> Tensor:
         """Row j ≥ 1 of the block predicts the token at its own position."""
         rows = block.batch.rows
-        ids = block_ids(block.anchor, rows, self._mask_id)
-        hidden = self._draft(self._target.embed(ids.flatten()), block.batch, self._kv)
+        hidden = self._draft(self._target.embed(block.ids.flatten()), block.batch, self._kv)
         hidden = hidden.view(-1, rows, hidden.shape[-1])[:, 1:].flatten(0, 1)
         drafted, _ = head_rows(
             self._target,

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Report, Shutdown
-from dflash_serve.engine.pair import load_pair
-from dflash_serve.engine.rank import OnReady, log_progress, serve_rank_zero, set_threads
+from dflash_serve.engine.rank import OnReady, load_sized_pair, serve_rank_zero, set_threads
 from dflash_serve.engine.transport import QueueChannel
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Single
@@ -48,7 +47,7 @@ class InprocExecutor:
     def _run(self, loaded: Future[None]) -> None:
         try:
             set_threads(self._config)
-            pair = load_pair(self._config, Single(), log_progress)
+            pair = load_sized_pair(self._config, Single())
         except BaseException as error:
             loaded.set_exception(error)
             return

@@ -7,11 +7,13 @@ import time
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.messages import Abort, Command, Report, Shutdown, Submit
+from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
 from dflash_serve.engine.transport import Mailbox, PlanReceiver, Plans
 from dflash_serve.model_config import read_config
+from dflash_serve.scheduler.limits import Limits
 from dflash_serve.scheduler.plan import StepPlan
-from dflash_serve.scheduler.scheduler import Limits, Scheduler
+from dflash_serve.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineLoop", "follow", "limits_of"]
 
@@ -26,16 +28,26 @@ class EngineLoop:
         runner: rank 0's own part of the work.
         mailbox: the front end.
         plans: the followers.
+        overlap: launch a step before reading the results of the one ahead of it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, plans: Plans
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        plans: Plans,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._plans = plans
+        self._overlap = overlap
+        self._pending: Pending | None = None
         self._stopping = False
+        self._read = time.perf_counter()
 
     def run(self) -> None:
         """Serve until a Shutdown command; then stop the followers."""
@@ -45,19 +57,46 @@ class EngineLoop:
 
     def step(self) -> None:
         """One turn: everything that arrived, at most one plan, at most one report."""
-        commands = self._mailbox.receive(_IDLE_WAIT_S if self._scheduler.idle else 0.0)
+        resting = self._scheduler.idle and self._pending is None
+        commands = self._mailbox.receive(_IDLE_WAIT_S if resting else 0.0)
         for command in commands:
             self._obey(command)
-        plan = self._scheduler.plan()
-        if not plan.empty:
-            began = time.perf_counter()
-            self._plans.send(plan)
-            self._scheduler.commit(plan, self._runner.execute(plan))
-            self._scheduler.stats.step_seconds += time.perf_counter() - began
-        if commands or not plan.empty:
+        busy = self._overlapped_turn() if self._overlap else self._plain_turn()
+        if commands or busy:
             self._mailbox.send(
                 Report(events=self._scheduler.take_events(), stats=self._scheduler.snapshot())
             )
+
+    def _plain_turn(self) -> bool:
+        """Launch a step and wait for it; returns whether there was one."""
+        pending = self._launch()
+        if pending is not None:
+            self._commit(pending)
+        return pending is not None
+
+    def _overlapped_turn(self) -> bool:
+        """Launch the next step, then wait for the one before; returns whether there was one."""
+        ahead, self._pending = self._pending, self._launch()
+        if ahead is not None:
+            self._commit(ahead)
+        return ahead is not None
+
+    def _launch(self) -> Pending | None:
+        """Plan a step and start it everywhere."""
+        plan = self._scheduler.plan()
+        if plan.empty:
+            return None
+        if self._pending is None:
+            self._read = time.perf_counter()
+        self._plans.send(plan)
+        return self._runner.launch(plan)
+
+    def _commit(self, pending: Pending) -> None:
+        """Wait for a step; it counts from the end of the step before, if there was one."""
+        self._scheduler.commit(pending.plan, pending.result())
+        now = time.perf_counter()
+        self._scheduler.stats.step_seconds += now - self._read
+        self._read = now
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -70,9 +109,13 @@ class EngineLoop:
 
 
 def follow(runner: Runner, plans: PlanReceiver) -> None:
-    """Execute rank 0's plans until one says stop."""
+    """Execute rank 0's plans until one says stop; results are rank 0's business."""
+    ahead: Pending | None = None
     while not (plan := plans.receive()).stop:
-        runner.execute(plan)
+        # Never more than a step ahead of the device: its buffers are used in turn.
+        ahead, before = runner.launch(plan), ahead
+        if before is not None:
+            before.result()
 
 
 def limits_of(config: EngineConfig, runner: Runner) -> Limits:

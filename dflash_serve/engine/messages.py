@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from dflash_serve.sampling import SamplingParams
+from dflash_serve.scheduler.verify_length import PolicyStats
 
 __all__ = [
     "Abort",
@@ -101,7 +102,11 @@ class LengthStats(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct):
-    """Cumulative counters and gauges of rank 0, sent with every report."""
+    """Cumulative counters and gauges of rank 0, sent with every report.
+
+    Attributes:
+        policy: what the choice of the verify length rests on, where it is chosen per step.
+    """
 
     steps: int = 0
     running: int = 0
@@ -118,6 +123,7 @@ class EngineStats(msgspec.Struct):
     finished: dict[str, int] = {}
     step_seconds: float = 0.0
     by_length: dict[int, LengthStats] = {}
+    policy: PolicyStats | None = None
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -129,6 +135,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         eos_token_ids: ids that end a request unless it ignores them.
         verify_length: rows verified per step; 1 without a draft.
         block_size: the draft's block, or None without a draft.
+        dummy_weights: the weights are random; the output means nothing.
         fallbacks: every place where a slower or rarer path than asked for is in use.
     """
 
@@ -148,6 +155,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     load_seconds: float
+    dummy_weights: bool = False
     fallbacks: list[str] = []
     versions: dict[str, str] = {}
 

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import closing
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,10 +21,12 @@ from dflash_serve.engine.checks import (
     resolve_pair,
 )
 from dflash_serve.errors import CheckpointError
+from dflash_serve.kernels.attention import check_heads, check_page_size
+from dflash_serve.log import get_logger
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.decoder import DenseDecoder
 from dflash_serve.models.dflash import DFlashDraft
-from dflash_serve.models.loader import Checkpoint, check, load
+from dflash_serve.models.loader import Checkpoint, check, load, load_dummy
 from dflash_serve.models.registry import target_class
 from dflash_serve.models.weights import Piece, WeightPlan
 from dflash_serve.parallel.group import Group, Single
@@ -31,6 +34,7 @@ from dflash_serve.parallel.shard import HeadShard, VocabShard
 
 __all__ = ["Pair", "load_pair", "prepare"]
 
+logger = get_logger(__name__)
 _HEAD = "lm_head.weight"
 
 
@@ -71,7 +75,11 @@ def prepare(config: EngineConfig, rank: int = 0) -> tuple[PairSettings, torch.de
     """
     device, dtype = resolve_device(config, rank)
     settings = resolve_pair(config)
+    if device.type == "cuda":
+        _check_kernels(config, settings)
     check_budget(config, settings, dtype, device)
+    if config.load_format == "dummy":
+        return settings, device, dtype
     _, target_plan, _, draft_plan = _declare(settings, Single(), dtype, torch.device("meta"))
     with closing(Checkpoint(config.target)) as checkpoint:
         check(checkpoint, target_plan, ignored=_ignored(settings))
@@ -81,14 +89,28 @@ def prepare(config: EngineConfig, rank: int = 0) -> tuple[PairSettings, torch.de
     return settings, device, dtype
 
 
+def _check_kernels(config: EngineConfig, settings: PairSettings) -> None:
+    """Refuse shapes that the GPU's kernels do not cover."""
+    check_page_size(config.page_size)
+    for part in (settings.target, settings.draft):
+        if part is not None:
+            model = part.model
+            check_heads(model.num_heads, model.num_kv_heads, model.head_dim)
+
+
 @torch.inference_mode()
 def load_pair(
-    config: EngineConfig, group: Group, progress: Callable[[str, int, int], None] | None = None
+    config: EngineConfig,
+    group: Group,
+    progress: Callable[[str, int, int], None] | None = None,
+    reserve: Callable[[Pair], int] | None = None,
 ) -> Pair:
     """Check, load and allocate one rank's part.
 
     Args:
         progress: called with ("target" or "draft", tensors read, tensors in all).
+        reserve: tells how many bytes the steps of a pair need beside weights and pages; it gets
+            the pair with a pool of the dummy page alone.
 
     Raises:
         ConfigError: whatever about the settings or checkpoints cannot be served; everything that
@@ -97,32 +119,41 @@ def load_pair(
     began = time.monotonic()
     settings, device, dtype = prepare(config, group.rank)
     target, target_plan, draft, draft_plan = _declare(settings, group, dtype, device)
-    _read(config.target, target_plan, _ignored(settings), progress, "target")
-    if settings.target.tied_head:
+    if config.load_format == "dummy":
+        logger.warning("the weights are random (load_format 'dummy'); the output means nothing")
+    _fill(config, config.target, target_plan, _ignored(settings), progress, "target")
+    if settings.target.tied_head and config.load_format != "dummy":
         _check_tied(config.target, target)
     draft_bytes = 0
     if config.draft is not None and draft is not None and draft_plan is not None:
-        _read(config.draft, draft_plan, (), progress, "draft")
+        _fill(config, config.draft, draft_plan, (), progress, "draft")
         draft.finish_loading()
         draft_bytes = draft_plan.bytes
-    pages, page_size_bytes = num_pages(config, settings, group, dtype, device)
-    return Pair(
+    pair = Pair(
         settings=settings,
         group=group,
         device=device,
         target=target,
-        target_kv=_pages(settings.target.model, pages, config, group, dtype, device),
+        target_kv=_pages(settings.target.model, 1, config, group, dtype, device),
         draft=draft,
         draft_kv=None
         if settings.draft is None
-        else _pages(settings.draft.model, pages, config, group, dtype, device),
+        else _pages(settings.draft.model, 1, config, group, dtype, device),
         page_size=config.page_size,
-        num_pages=pages,
+        num_pages=1,
         logits_rows=config.logits_rows,
         weight_bytes=target_plan.bytes + draft_bytes,
-        kv_bytes=pages * page_size_bytes,
-        load_seconds=time.monotonic() - began,
+        kv_bytes=0,
+        load_seconds=0.0,
     )
+    extra = 0 if reserve is None else reserve(pair)
+    pages, page_size_bytes = num_pages(config, settings, group, dtype, device, extra)
+    pair.target_kv = _pages(settings.target.model, pages, config, group, dtype, device)
+    if settings.draft is not None:
+        pair.draft_kv = _pages(settings.draft.model, pages, config, group, dtype, device)
+    pair.num_pages, pair.kv_bytes = pages, pages * page_size_bytes
+    pair.load_seconds = time.monotonic() - began
+    return pair
 
 
 def _declare(
@@ -166,7 +197,8 @@ def _check_tied(folder: str, target: DenseDecoder) -> None:
         )
 
 
-def _read(
+def _fill(
+    config: EngineConfig,
     folder: str,
     plan: WeightPlan,
     ignored: tuple[str, ...],
@@ -174,6 +206,10 @@ def _read(
     what: str,
 ) -> None:
     report = None if progress is None else lambda done, of: progress(what, done, of)
+    if config.load_format == "dummy":
+        # A target and a draft have layers of the same names, which must not be the same layers.
+        load_dummy(plan, seed=crc32(what.encode()), progress=report)
+        return
     with closing(Checkpoint(folder)) as checkpoint:
         load(checkpoint, plan, ignored=ignored, progress=report)
 

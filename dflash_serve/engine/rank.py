@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from dflash_serve.engine.loop import EngineLoop, follow, limits_of
 from dflash_serve.engine.messages import EngineInfo, Report
 from dflash_serve.engine.pair import Pair, load_pair
 from dflash_serve.engine.runner import Runner
+from dflash_serve.engine.sizing import step_bytes
 from dflash_serve.engine.transport import (
     Mailbox,
     NoFollowers,
@@ -28,11 +30,12 @@ from dflash_serve.engine.transport import (
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Group, Single, connect
 from dflash_serve.scheduler.scheduler import Scheduler
+from dflash_serve.scheduler.verify_length import CostTable, VerifyLengthPolicy, verify_ladder
 
 __all__ = [
     "OnReady",
     "RankSpec",
-    "log_progress",
+    "load_sized_pair",
     "rank_environment",
     "run_rank",
     "serve_rank_zero",
@@ -40,6 +43,9 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
+
+_KV_BYTES_PER_SECOND = 3.4e12
+"""What attention reads keys and values with on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,7 @@ def run_rank(
     mailbox = ZmqMailbox(spec.run_dir) if spec.rank == 0 else None
     try:
         group = _join(spec, store)
-        pair = load_pair(spec.config, group, log_progress)
+        pair = load_sized_pair(spec.config, group)
         if mailbox is not None:
             sender = PlanSender(spec.run_dir, spec.world_size)
             serve_rank_zero(spec.config, pair, mailbox, sender, on_ready)
@@ -145,6 +151,15 @@ def _join(spec: RankSpec, store: TCPStore | None) -> Group:
     )
 
 
+def load_sized_pair(config: EngineConfig, group: Group) -> Pair:
+    """Load a pair with as many pages as memory leaves room for beside the largest steps.
+
+    Raises:
+        ConfigError: as `load_pair`.
+    """
+    return load_pair(config, group, log_progress, lambda pair: step_bytes(pair, config))
+
+
 def log_progress(what: str, done: int, of: int) -> None:
     """Say at every quarter how much of a checkpoint has been read."""
     if done * 4 // of != (done - 1) * 4 // of:
@@ -160,30 +175,52 @@ def serve_rank_zero(
 ) -> None:
     """Build rank 0's loop, say that the engine is ready, and run it."""
     plans = plans if plans is not None else NoFollowers()
-    runner = Runner(pair, config.max_running, config.draft_scale)
-    runner.warm_up()
-    if on_ready is not None:
-        on_ready(runner)
-    _all_ready(pair.group, pair.device)
-    scheduler = Scheduler(limits_of(config, runner))
-    mailbox.send(Report(info=_info(config, pair), stats=scheduler.snapshot()))
+    runner, policy = _ready_runner(config, pair, on_ready)
+    scheduler = Scheduler(limits_of(config, runner), policy)
+    mailbox.send(Report(info=_info(config, runner), stats=scheduler.snapshot()))
+    overlap = config.overlap if config.overlap is not None else pair.device.type == "cuda"
     try:
-        EngineLoop(scheduler, runner, mailbox, plans).run()
+        EngineLoop(scheduler, runner, mailbox, plans, overlap=overlap).run()
     finally:
         plans.close()
 
 
 def _serve_follower(spec: RankSpec, pair: Pair, on_ready: OnReady | None) -> None:
     plans = PlanReceiver(spec.run_dir, spec.rank)
-    runner = Runner(pair, spec.config.max_running, spec.config.draft_scale)
-    runner.warm_up()
-    if on_ready is not None:
-        on_ready(runner)
-    _all_ready(pair.group, pair.device)
+    runner, _ = _ready_runner(spec.config, pair, on_ready)
     try:
         follow(runner, plans)
     finally:
         plans.close()
+
+
+def _ready_runner(
+    config: EngineConfig, pair: Pair, on_ready: OnReady | None
+) -> tuple[Runner, VerifyLengthPolicy | None]:
+    """A runner that has run, captured and timed its steps, on every rank; rank 0's choice of g."""
+    runner = Runner(pair, config)
+    automatic = config.verify_length == "auto"
+    block = pair.settings.geometry.verify_rows
+    lengths = verify_ladder(block) if automatic else (block,)
+    runner.warm_up(lengths)
+    policy = None
+    if automatic:
+        seconds = runner.time_steps(lengths)
+        policy = VerifyLengthPolicy(CostTable(seconds, context_seconds=_context_seconds(pair)))
+    if on_ready is not None:
+        on_ready(runner)
+    _all_ready(pair.group, pair.device)
+    # What lives now lives as long as the engine: the collector need not look at it in a step.
+    gc.collect()
+    gc.freeze()
+    return runner, policy
+
+
+def _context_seconds(pair: Pair) -> float:
+    """Time to read one token's keys and values of both models once; 0 where it is not known."""
+    if pair.device.type != "cuda":
+        return 0.0
+    return pair.kv_bytes / (pair.num_pages * pair.page_size) / _KV_BYTES_PER_SECOND
 
 
 def _all_ready(group: Group, device: torch.device) -> None:
@@ -191,8 +228,19 @@ def _all_ready(group: Group, device: torch.device) -> None:
     group.all_gather(torch.zeros(1, device=device))
 
 
-def _info(config: EngineConfig, pair: Pair) -> EngineInfo:
-    settings = pair.settings
+def _fallbacks(config: EngineConfig, runner: Runner) -> list[str]:
+    """Where a slower path than the device could run is in use, and why."""
+    found = []
+    if config.share_gpu:
+        found.append("share_gpu: gloo collectives on CUDA tensors")
+    if runner.pair.device.type == "cuda" and runner.graphs is None:
+        why = "gloo collectives cannot be captured" if config.share_gpu else "asked for"
+        found.append(f"eager: steps run kernel by kernel, {why}")
+    return found
+
+
+def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
+    pair, settings = runner.pair, runner.pair.settings
     return EngineInfo(
         model_type=settings.target.family,
         max_model_len=settings.max_model_len,
@@ -210,6 +258,7 @@ def _info(config: EngineConfig, pair: Pair) -> EngineInfo:
         weight_bytes=pair.weight_bytes,
         kv_bytes=pair.kv_bytes,
         load_seconds=pair.load_seconds,
-        fallbacks=["share_gpu: gloo collectives on CUDA tensors"] if config.share_gpu else [],
+        dummy_weights=config.load_format == "dummy",
+        fallbacks=_fallbacks(config, runner),
         versions={name: version(name) for name in ("torch", "transformers", "safetensors")},
     )

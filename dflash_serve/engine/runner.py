@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from dflash_serve.config import EngineConfig
 from dflash_serve.engine.drafters import DFlashDrafter, Drafter
+from dflash_serve.engine.graphs import StepGraphs, StepKey, batch_buckets
 from dflash_serve.engine.pair import Pair
+from dflash_serve.engine.readback import Outbox, Pending
 from dflash_serve.engine.state import DeviceState
-from dflash_serve.engine.step import DecodeOutput, decode, prefill
-from dflash_serve.scheduler.plan import (
-    DecodeResult,
-    PrefillChunk,
-    SlotSetup,
-    StepPlan,
-    StepResult,
-)
+from dflash_serve.engine.step import decode, prefill
+from dflash_serve.log import get_logger
+from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan, StepResult
 
 __all__ = ["Runner"]
+
+logger = get_logger(__name__)
 
 
 class Runner:
@@ -24,59 +30,114 @@ class Runner:
 
     Args:
         pair: this rank's models and pages.
-        slots: rows of the device tables.
-        draft_scale: factor on the draft's logits.
     """
 
-    def __init__(self, pair: Pair, slots: int, draft_scale: float = 1.0) -> None:
+    def __init__(self, pair: Pair, config: EngineConfig) -> None:
         geometry = pair.settings.geometry
         length = pair.settings.max_model_len + 2 * geometry.block
+        slots = config.max_running
         self.pair = pair
-        self.state = DeviceState(slots, -(-length // pair.page_size), pair.device)
+        self.state = DeviceState(
+            slots, -(-length // pair.page_size), config.prefill_chunk, pair.device
+        )
         # Tests put another drafter here; context is injected all the same.
-        self.drafter = _drafter(pair, draft_scale)
+        self.drafter = _drafter(pair, config.draft_scale)
+        self._captured_drafter = self.drafter
+        self._longest = length
+        self._slots = torch.arange(slots + 1, device=pair.device)
+        self._outbox = Outbox(pair.device)
+        self.graphs = None
+        if _captures(pair, config):
+            idle = torch.full((slots,), self.state.dummy, device=pair.device)
+            self.graphs = StepGraphs(self._step, self.state.batch, idle, batch_buckets(slots))
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and read its outcome back to the host."""
-        self.state.apply(plan)
-        result = StepResult(sampled=[self._prefill(chunk) for chunk in plan.prefill])
-        if plan.decode:
-            result.decoded = _read_back(self._decode(plan))
-        faulty = [c.slot for c, s in zip(plan.prefill, result.sampled, strict=True) if s == -1]
-        faulty += [s for s, d in zip(plan.decode, result.decoded, strict=True) if d.fault]
-        if faulty:
-            self._scrub(faulty)
-        return result
+        return self.launch(plan).result()
 
-    def _scrub(self, slots: list[int]) -> None:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Queue one plan on the device; its outcome can be waited for later."""
+        self.state.apply(plan)
+        sampled = self._prefill(plan.prefill) if plan.prefill else None
+        decoded = self._decode(plan) if plan.decode else None
+        return self._outbox.send(plan, sampled, decoded, self._scrub)
+
+    def _decode(self, plan: StepPlan) -> Tensor:
+        """[≥ B, g + 2] packed results; see `_step`."""
+        batch = len(plan.decode)
+        if self.graphs is not None and self.drafter is self._captured_drafter:
+            return self.graphs.replay(self.graphs.key(batch, plan.rows, truncates=plan.truncates))
+        key = StepKey(batch, plan.rows, plan.truncates)
+        return self._step(key, self.state.batch[:batch], plan.longest, noisy=plan.noisy)
+
+    def _step(
+        self, key: StepKey, slots: Tensor, longest: int | None = None, *, noisy: bool = True
+    ) -> Tensor:
+        """One decode step: [B, g + 2] the target's tokens, the accepted count, the fault."""
+        out = decode(
+            self.pair,
+            self.state,
+            self.drafter,
+            slots,
+            key.rows,
+            longest or self._longest,
+            noisy=noisy,
+            truncates=key.truncates,
+        )
+        return torch.cat([out.picked, out.accepted[:, None], out.fault[:, None].long()], 1)
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """[chunks, 2] the sampled id, or −1 where none was asked for, and the fault."""
+        first, results = 0, []
+        for chunk in chunks:
+            count = len(chunk.token_ids)
+            picked, fault = prefill(
+                self.pair,
+                self.state,
+                self._slots[chunk.slot : chunk.slot + 1],
+                self.state.tokens[first : first + count],
+                chunk.start,
+                sample=chunk.sample,
+                noisy=chunk.noisy,
+                truncates=chunk.truncates,
+            )
+            if picked is None:
+                picked = torch.full_like(fault, -1, dtype=torch.int64)
+            results.append(torch.stack([picked, fault.long()], dim=1))
+            first += count
+        return torch.cat(results)
+
+    @torch.inference_mode()
+    def _scrub(self, slots: Sequence[int]) -> None:
         """Take NaNs out of the pages of slots and out of the dummy page.
 
         Masked keys weigh 0, but 0 · NaN is NaN: left there, they would reach whoever reads those
         pages next. Sound values in shared pages stay as they are.
         """
-        tables = self.state.page_table[slots].flatten()
+        tables = self.state.page_table[list(slots)].flatten()
         pages = torch.cat([tables, tables.new_zeros(1)])  # repeats get the same values
         for kv in (self.pair.target_kv, self.pair.draft_kv):
             for part in [part for layer in kv.layers for part in layer] if kv is not None else []:
                 part[pages] = part[pages].nan_to_num(0.0, 0.0, 0.0)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, lengths: Sequence[int]) -> None:
         """Run one whole step, so that a pair that cannot run fails before it is called ready.
 
-        Leaves the pages it used empty; slots are set up anew for every request.
+        Leaves the pages it used empty; slots are set up anew for every request. On CUDA then
+        captures the steps of every batch size.
+
+        Args:
+            lengths: values of g to capture.
         """
         pair, rows = self.pair, self.pair.settings.geometry.verify_rows
         pages = list(range(1, 2 + rows // pair.page_size))
-        setup = SlotSetup(
-            slot=0, start=0, anchor=0, seed=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
-        )
         chunk = PrefillChunk(slot=0, start=0, token_ids=[0], sample=True)
         self.execute(
             StepPlan(
                 step=-1,
-                setups=[setup],
+                setups=[SlotSetup(slot=0, start=0, anchor=0, seed=0, temperature=0.0)],
                 pages=[(0, 0, pages)],
                 prefill=[chunk],
                 decode=[0],
@@ -85,37 +146,77 @@ class Runner:
             )
         )
         pools = [pair.target_kv] if pair.draft_kv is None else [pair.target_kv, pair.draft_kv]
-        for pool in pools:
-            for keys, values in pool.layers:
-                keys[: pages[-1] + 1].zero_()
-                values[: pages[-1] + 1].zero_()
+        for kv in pools:
+            kv.pool[:, :, : pages[-1] + 1].zero_()
+        if self.graphs is not None:
+            self._capture(self.graphs, lengths)
 
-    def _prefill(self, chunk: PrefillChunk) -> int | None:
-        picked, fault = prefill(
-            self.pair,
-            self.state,
-            chunk.slot,
-            torch.tensor(chunk.token_ids, dtype=torch.int64, device=self.pair.device),
-            chunk.start,
-            sample=chunk.sample,
-            noisy=chunk.noisy,
-            truncates=chunk.truncates,
-        )
-        if bool(fault[0]):
-            return -1
-        return None if picked is None else int(picked[0])
+    @torch.inference_mode()
+    def time_steps(self, lengths: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Seconds of a decode step by (batch bucket, g), on slots without context.
 
-    def _decode(self, plan: StepPlan) -> DecodeOutput:
-        return decode(
-            self.pair,
-            self.state,
-            self.drafter,
-            torch.tensor(plan.decode, dtype=torch.int64, device=self.pair.device),
-            plan.rows,
-            plan.longest,
-            noisy=plan.noisy,
-            truncates=plan.truncates,
-        )
+        The median of several runs on CUDA, where a step is short; the better of two elsewhere,
+        for the smallest and the largest batch alone.
+        """
+        slots = self.state.batch.shape[0]
+        if self.graphs is not None:
+            replay = self.graphs.replay
+            return {
+                (key.batch, key.rows): _median_seconds(functools.partial(replay, key))
+                for key in self.graphs.keys(lengths)
+            }
+        found = {}
+        for batch in sorted({1, slots}):
+            for rows in lengths:
+                began = []
+                for _ in range(3):
+                    began.append(time.perf_counter())
+                    self._step(StepKey(batch, rows), self.state.batch[:batch], rows).tolist()
+                began.append(time.perf_counter())
+                found[batch, rows] = min(began[2] - began[1], began[3] - began[2])
+        return found
+
+    @torch.inference_mode()
+    def rehearse_prefill(self) -> None:
+        """Run the largest chunk on the slot that is nobody's."""
+        slot = self._slots[self.state.dummy :]
+        tokens = self.state.tokens[: min(self.state.tokens.shape[0], self._longest)]
+        options = {"sample": True, "noisy": True, "truncates": True}
+        prefill(self.pair, self.state, slot, tokens, 0, **options)
+        self.state.start[self.state.dummy] = 0
+
+    @torch.inference_mode()
+    def rehearse_decode(self) -> None:
+        """Run the largest decode step on the slot that is nobody's."""
+        rows = self.pair.settings.geometry.verify_rows
+        batch = self.state.batch
+        self._step(StepKey(batch.shape[0], rows, truncates=True), batch)
+
+    def _capture(self, graphs: StepGraphs, lengths: Sequence[int]) -> None:
+        def log(done: int, of: int) -> None:
+            if done == of or done * 4 // of != (done - 1) * 4 // of:
+                logger.info("%d of %d graphs captured", done, of)
+
+        graphs.capture(graphs.keys(lengths), log)
+
+
+def _median_seconds(run: Callable[[], object], times: int = 5) -> float:
+    """Median device time of a few runs after one more."""
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(times + 1)
+    ]
+    for mark in marks:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    spans = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    return float(spans[times // 2]) / 1e3
+
+
+def _captures(pair: Pair, config: EngineConfig) -> bool:
+    """Whether steps are captured: CUDA, unless refused, or gloo, whose collectives cannot be."""
+    return pair.device.type == "cuda" and not config.eager and not config.share_gpu
 
 
 def _drafter(pair: Pair, scale: float) -> Drafter | None:
@@ -126,16 +227,6 @@ def _drafter(pair: Pair, scale: float) -> Drafter | None:
         pair.target,
         pair.draft_kv,
         pair.group,
-        pair.settings.mask_id,
         scale,
         pair.logits_rows,
     )
-
-
-def _read_back(output: DecodeOutput) -> list[DecodeResult]:
-    """One copy to the host for the whole batch."""
-    packed = torch.cat([output.picked, output.accepted[:, None], output.fault[:, None].long()], 1)
-    return [
-        DecodeResult(picked=row[:-2], accepted=row[-2], fault=bool(row[-1]))
-        for row in packed.tolist()
-    ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_serve.kernels.block import StepRows, gather_step
 from dflash_serve.parallel.pick import RowSampling
 from dflash_serve.scheduler.plan import SlotSetup, StepPlan
 
@@ -15,9 +17,11 @@ __all__ = ["DeviceState"]
 _SETUP = struct.Struct("=4q4d")
 """A slot's row: anchor, start, seed, top-k, temperature, top-p, min-p, unused."""
 
+_WIDTH = 8
+
 
 class DeviceState:
-    """Per-slot tables; every rank holds the same ones.
+    """Per-slot tables and a step's inputs, in one block of integers; every rank holds the same.
 
     The tables have one row more than there are slots. It belongs to no request: rows that pad a
     batch to a captured size stand there, with the dummy page under them.
@@ -26,52 +30,113 @@ class DeviceState:
         anchor: [S + 1] the known token at position `start`, which has no keys and values yet.
         start: [S + 1] tokens whose keys and values are committed.
         page_table: [S + 1, P] page ids in position order; 0 is the dummy page.
+        batch: [S] slots of the decode batch, padded with `dummy`.
+        tokens: ids of the prefill chunks, one after the other.
         dummy: index of the row that is nobody's.
     """
 
-    def __init__(self, slots: int, pages_per_slot: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, pages_per_slot: int, prefill_tokens: int, device: torch.device
+    ) -> None:
         self.device = device
         self.dummy = slots
+        sizes = [(slots + 1) * _WIDTH, (slots + 1) * pages_per_slot, slots, prefill_tokens]
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        table, pages, self.batch, self.tokens = torch.split(self._memory, sizes)
+        self._first = dict(
+            zip(("pages", "batch", "tokens"), np.cumsum(sizes).tolist(), strict=False)
+        )
+        self._slots = table.view(-1, _WIDTH)
+        self.page_table = pages.view(-1, pages_per_slot)
+        self.anchor, self.start = self._slots[:, 0], self._slots[:, 1]
+        self._staging = _Staging(device)
+        self._batch: list[int] = []
         idle = _row(SlotSetup(slot=0, start=0, anchor=0, seed=0, temperature=0.0))
-        # Integers and floats of a slot side by side, so that one gather fetches all of them.
-        self._slots = torch.tensor([idle] * (slots + 1), dtype=torch.int64, device=device)
-        self.page_table = torch.zeros((slots + 1, pages_per_slot), dtype=torch.int64, device=device)
-        self.anchor = self._slots[:, 0]
-        self.start = self._slots[:, 1]
+        self._slots.copy_(torch.tensor([idle] * (slots + 1)))
+        self.batch.fill_(slots)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over a plan's new requests and pages."""
-        for setup in plan.setups:
-            self.page_table[setup.slot] = 0
-            self._slots[setup.slot] = torch.tensor(_row(setup), device=self.device)
-        for slot, first, pages in plan.pages:
-            self.page_table[slot, first : first + len(pages)] = torch.tensor(
-                pages, dtype=torch.int64, device=self.device
-            )
+        """Take over a plan's new requests, pages, decode batch and prompt tokens.
 
-    def sampling(
-        self, slots: Tensor, count: int, *, ahead: int = 1, noisy: bool, truncates: bool
-    ) -> RowSampling:
-        """Sampling parameters of rows that choose the tokens from start + ahead on.
-
-        Args:
-            slots: [B].
-            count: rows of each request.
-            ahead: 1 where the anchor stands at `start`; 0 right after a prefill, which chooses it.
+        One copy to the device, whatever changed; none when nothing did.
         """
-        rows = self._slots[slots]
-        real = rows.view(torch.float64)
+        edits: list[tuple[int, list[int]]] = []
+        for setup in plan.setups:
+            self.page_table[setup.slot].zero_()
+            edits.append((setup.slot * _WIDTH, _row(setup)))
+        width = self.page_table.shape[1]
+        for slot, first, pages in plan.pages:
+            edits.append((self._first["pages"] + slot * width + first, pages))
+        if plan.prefill:
+            ids = [token for chunk in plan.prefill for token in chunk.token_ids]
+            edits.append((self._first["tokens"], ids))
+        if plan.decode and plan.decode != self._batch:
+            self._batch = list(plan.decode)
+            padding = [self.dummy] * (self.batch.shape[0] - len(plan.decode))
+            edits.append((self._first["batch"], plan.decode + padding))
+        if edits:
+            self._staging.write(self._memory, edits)
+
+    def gather(
+        self, slots: Tensor, rows: int, page_size: int, mask_id: int = 0, *, ahead: int = 1
+    ) -> StepRows:
+        """What a step of `rows` rows for each of [B] slots needs; see `kernels.block`."""
+        return gather_step(
+            self._slots, self.page_table, slots, rows, page_size, mask_id, ahead=ahead
+        )
+
+    @staticmethod
+    def sampling(step: StepRows, count: int, *, noisy: bool, truncates: bool) -> RowSampling:
+        """Sampling parameters of the first `count` rows of each request of a step."""
+        whole, real = step.state, step.state.view(torch.float64)
         return RowSampling(
             temperature=real[:, 4],
-            top_k=rows[:, 3],
+            top_k=whole[:, 3],
             top_p=real[:, 5],
             min_p=real[:, 6],
-            seed=rows[:, 2],
-            position=rows[:, 1] + ahead,
+            seed=whole[:, 2],
+            position=step.first,
             count=count,
             noisy=noisy,
             truncates=truncates,
         )
+
+
+class _Staging:
+    """Carries edits of the tables to the device: two pinned buffers, used in turn.
+
+    A buffer is written again only when the copy out of it is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._buffers = [torch.empty((2, 0), dtype=torch.int64)] * 2
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def write(self, memory: Tensor, edits: list[tuple[int, list[int]]]) -> None:
+        """memory[first + i] = values[i] for every (first, values); no index comes twice."""
+        index = np.concatenate([np.arange(first, first + len(v)) for first, v in edits])
+        values = np.concatenate([np.asarray(v, dtype=np.int64) for _, v in edits])
+        both = torch.from_numpy(np.stack([index, values]))
+        if self._pinned:
+            both = self._copy(both, memory.device)
+        memory[both[0]] = both[1]
+
+    def _copy(self, both: Tensor, device: torch.device) -> Tensor:
+        self._turn = turn = 1 - self._turn
+        event = self._copied[turn]
+        if event is not None:
+            event.synchronize()
+        count = both.shape[1]
+        if self._buffers[turn].numel() < 2 * count:
+            self._buffers[turn] = torch.empty(4 * count + 256, dtype=torch.int64, pin_memory=True)
+        staged = self._buffers[turn][: 2 * count].view(2, count)
+        staged.copy_(both)
+        moved = staged.to(device, non_blocking=True)
+        event = self._copied[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return moved
 
 
 def _row(setup: SlotSetup) -> list[int]:

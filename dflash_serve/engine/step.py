@@ -14,7 +14,7 @@ from dflash_serve.engine.drafters import DecodeBlock, Drafter, head_rows
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.state import DeviceState
 from dflash_serve.kernels.accept import commit
-from dflash_serve.kernels.block import gather_block
+from dflash_serve.kernels.block import BlockRows, StepRows, gather_block
 from dflash_serve.models.layers import RowBatch
 from dflash_serve.parallel.pick import RowSampling, row_noise
 
@@ -57,13 +57,13 @@ def decode(
         longest: host bound on committed length + g.
         noisy, truncates: whether any slot needs noise, or truncation.
     """
-    batch = _row_batch(state, slots, rows, longest, pair.page_size)
-    anchor = state.anchor[slots]
-    sampling = state.sampling(slots, rows, noisy=noisy, truncates=truncates)
+    step = state.gather(slots, rows, pair.page_size, pair.settings.mask_id or 0)
+    batch, anchor = _row_batch(step.block, rows, longest), step.anchor
+    sampling = state.sampling(step, rows, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
 
     if rows > 1 and drafter is not None:
-        drafted = drafter.propose(_draft_view(slots, anchor, batch, sampling, noise))
+        drafted = drafter.propose(_draft_view(slots, step, batch, sampling, noise))
     else:
         drafted = anchor.new_empty((slots.shape[0], 0))
     ids = torch.cat([anchor[:, None], drafted], dim=1)
@@ -80,20 +80,20 @@ def decode(
 
 
 def _draft_view(
-    slots: Tensor, anchor: Tensor, batch: RowBatch, sampling: RowSampling, noise: Tensor | None
+    slots: Tensor, step: StepRows, batch: RowBatch, sampling: RowSampling, noise: Tensor | None
 ) -> DecodeBlock:
     """Proposal j is for the position that verify row j − 1 chooses, hence the same noise."""
     rows = batch.rows
     if noise is not None:
         noise = noise.view(slots.shape[0], rows, -1)[:, :-1].flatten(0, 1)
     proposals = dataclasses.replace(sampling, count=rows - 1)
-    return DecodeBlock(slots, anchor, batch, proposals, noise)
+    return DecodeBlock(slots, step.anchor, step.ids, batch, proposals, noise)
 
 
 def prefill(
     pair: Pair,
     state: DeviceState,
-    slot: int,
+    slots: Tensor,
     token_ids: Tensor,
     start: int,
     *,
@@ -104,6 +104,7 @@ def prefill(
     """Run one chunk of known tokens of one request and inject its context.
 
     Args:
+        slots: [1] the request's slot.
         token_ids: [n] ids of positions start…start+n−1.
         sample: also choose the next token, which becomes the anchor.
 
@@ -112,27 +113,25 @@ def prefill(
         a NaN.
     """
     count = token_ids.shape[0]
-    slots = torch.tensor([slot], device=state.device)
-    batch = _row_batch(state, slots, count, start + count, pair.page_size)
+    block = gather_block(state.start, state.page_table, slots, count, pair.page_size)
+    batch = _row_batch(block, count, start + count)
     hidden, taps = pair.target(token_ids, batch, pair.target_kv)
     if taps is not None:
         pair.inject(taps, batch.positions, batch.slots)
-    state.start[slot] = start + count
+    state.start.index_fill_(0, slots, start + count)
     if not sample:
         return None, hidden[-1:].isnan().any(dim=1)
-    sampling = state.sampling(slots, 1, ahead=0, noisy=noisy, truncates=truncates)
+    step = state.gather(slots, 1, pair.page_size, ahead=0)
+    sampling = state.sampling(step, 1, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
     picked, fault = head_rows(
         pair.target, hidden[-1:], sampling, pair.group, noise=noise, limit=pair.logits_rows
     )
-    state.anchor[slot] = picked[0]
+    state.anchor[slots] = picked
     return picked, fault
 
 
-def _row_batch(
-    state: DeviceState, slots: Tensor, rows: int, longest: int, page_size: int
-) -> RowBatch:
-    block = gather_block(state.start, state.page_table, slots, rows, page_size)
+def _row_batch(block: BlockRows, rows: int, longest: int) -> RowBatch:
     return RowBatch(
         start=block.start,
         positions=block.positions,

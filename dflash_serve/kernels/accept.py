@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.context_kv import valid_slots
 
 __all__ = ["Committed", "accept", "commit"]
@@ -52,6 +54,8 @@ def commit(
     page_slots: Tensor,
     anchors: Tensor,
     starts: Tensor,
+    *,
+    synthetic: float | None = None,
 ) -> Committed:
     """Accept, and advance the device tables of the batch.
 
@@ -64,8 +68,25 @@ def commit(
         slots: [B] index of each request in the tables.
         page_slots: [B · g] page slots of the verified rows.
         anchors, starts: [S] tables of any stride, changed in place.
+        synthetic: for benchmarks only, since it makes the output wrong on purpose: each next
+            proposal stands with this probability whatever it is, decided by a hash of its
+            position and slot. None compares proposals with picks.
+
+    Raises:
+        ConfigError: `synthetic` is no probability.
     """
+    threshold = None if synthetic is None else _threshold(synthetic)
+    if compiled(picked):
+        from dflash_serve.kernels.gpu import accept as kernels
+
+        return Committed(
+            *kernels.commit(drafted, picked, faults, slots, page_slots, anchors, starts, threshold)
+        )
     rows = picked.shape[1]
+    if threshold is not None:
+        position = starts[slots][:, None] + torch.arange(1, rows, device=slots.device)
+        stands = _hash(position, slots[:, None]) < threshold
+        drafted = torch.where(stands, picked[:, :-1], picked[:, :-1] + 1)
     accepted, bonus = accept(drafted, picked)
     idle = slots == starts.shape[0] - 1
     starts[slots] += torch.where(idle, 0, accepted + 1)
@@ -73,3 +94,20 @@ def commit(
     reached = torch.arange(rows, device=slots.device) <= accepted[:, None]
     kept = valid_slots(page_slots.view(-1, rows), accepted)
     return Committed(accepted, (faults & reached).any(dim=1), kept.flatten())
+
+
+def _threshold(probability: float) -> int:
+    """Hashes of 32 bits that count as accepted lie below it."""
+    if not 0.0 <= probability <= 1.0:
+        raise ConfigError(
+            f"synthetic acceptance is {probability}; give a probability from 0 to 1, or None"
+        )
+    return round(probability * 2**32)
+
+
+def _hash(position: Tensor, slot: Tensor) -> Tensor:
+    """32 bits of a position and a slot in int64; factors below 2^31 keep products below 2^63."""
+    x = (position * 0x1B873593 + slot * 0x2C1B3C6D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x297A2D39) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -7,7 +7,17 @@ import dataclasses
 import torch
 from torch import Tensor
 
-__all__ = ["BlockRows", "block_ids", "block_positions", "gather_block", "page_slots"]
+from dflash_serve.kernels.backend import compiled
+
+__all__ = [
+    "BlockRows",
+    "StepRows",
+    "block_ids",
+    "block_positions",
+    "gather_block",
+    "gather_step",
+    "page_slots",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +37,25 @@ class BlockRows:
     page_table: Tensor
 
 
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """All that a decode step reads from the device tables.
+
+    Attributes:
+        block: where the rows stand.
+        anchor: [B].
+        ids: [B, R] the draft's input, the anchor and masks.
+        first: [B] position of the token that a request's first row chooses.
+        state: [B, C] the batch's rows of the slot table.
+    """
+
+    block: BlockRows
+    anchor: Tensor
+    ids: Tensor
+    first: Tensor
+    state: Tensor
+
+
 def gather_block(
     starts: Tensor, page_tables: Tensor, slots: Tensor, rows: int, page_size: int
 ) -> BlockRows:
@@ -38,6 +67,10 @@ def gather_block(
         slots: [B] the batch.
         rows: R, rows of each request.
     """
+    if compiled(starts):
+        from dflash_serve.kernels.gpu import block
+
+        return BlockRows(*block.gather_block(starts, page_tables, slots, rows, page_size))
     start = starts[slots]
     table = page_tables[slots]
     positions = block_positions(start, rows)
@@ -46,8 +79,49 @@ def gather_block(
     )
 
 
+def gather_step(
+    state: Tensor,
+    page_tables: Tensor,
+    slots: Tensor,
+    rows: int,
+    page_size: int,
+    mask_id: int,
+    *,
+    ahead: int = 1,
+) -> StepRows:
+    """Everything a decode step needs of the device tables; one launch on a GPU.
+
+    Args:
+        state: [S, C] int64, a slot's row with its anchor in column 0 and its committed length in
+            column 1; the other columns are only copied.
+        page_tables, slots, rows, page_size: as `gather_block`.
+        mask_id: id of the draft's mask token; any id where nothing drafts.
+        ahead: 1 where the anchor stands at the committed length; 0 where it is yet to be chosen.
+    """
+    if compiled(state):
+        from dflash_serve.kernels.gpu import block
+
+        start, positions, places, table, *more = block.gather_step(
+            state, page_tables, slots, rows, page_size, mask_id, ahead
+        )
+        return StepRows(BlockRows(start, positions, places, table), *more)
+    copied = state[slots]
+    anchor = copied[:, 0].contiguous()
+    return StepRows(
+        block=gather_block(state[:, 1], page_tables, slots, rows, page_size),
+        anchor=anchor,
+        ids=block_ids(anchor, rows, mask_id),
+        first=copied[:, 1] + ahead,
+        state=copied,
+    )
+
+
 def block_ids(anchor: Tensor, rows: int, mask_id: int) -> Tensor:
     """[B] anchors → [B, rows]: the anchor and rows − 1 masks."""
+    if compiled(anchor):
+        from dflash_serve.kernels.gpu import block
+
+        return block.block_ids(anchor, rows, mask_id)
     ids = torch.full((anchor.shape[0], rows), mask_id, dtype=torch.int64, device=anchor.device)
     ids[:, 0] = anchor
     return ids

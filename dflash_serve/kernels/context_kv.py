@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import write_pages
+from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import apply_rope
 
@@ -32,9 +33,15 @@ def store_context(
         eps: epsilon of the key norm.
         rope: [positions, head_dim] float32 table of `rope_table`.
         positions: [T] int64.
-        slots: [T] page slots; rows that must not be written point into the dummy page.
+        slots: [T] page slots; rows that must not be written point into the dummy page, whose
+            content is undefined.
         pages: [N, 2, num_pages, page_size, kv_heads, head_dim], changed in place.
     """
+    if compiled(kv):
+        from dflash_serve.kernels.gpu import context_kv
+
+        context_kv.store_context(kv, key_norms, eps, rope, positions, slots, pages)
+        return
     layers, head_dim = key_norms.shape
     kv = kv.view(kv.shape[0], layers, 2, -1, head_dim)
     cos_sin = rope[positions]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import write_pages
+from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import apply_rope
 
@@ -35,6 +36,12 @@ def rope_and_store(
     Returns:
         queries [T, num_heads, head_dim].
     """
+    if compiled(qkv):
+        from dflash_serve.kernels.gpu import qkv as kernels
+
+        return kernels.rope_and_store(
+            qkv, q_norm, k_norm, eps, rope, positions, slots, pages, num_heads
+        )
     kv_heads, head_dim = pages[0].shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)

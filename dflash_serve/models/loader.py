@@ -1,4 +1,6 @@
-"""Reading safetensors into declared parameters: only the slices a rank needs, memory-mapped."""
+"""Filling declared parameters: from safetensors, only the slices a rank needs, memory-mapped, or
+with random values.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,18 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash_serve.errors import CheckpointError
 from dflash_serve.models.weights import Piece, WeightPlan
 
-__all__ = ["Checkpoint", "check", "load"]
+__all__ = ["Checkpoint", "check", "load", "load_dummy"]
 
+_DUMMY_STD = 0.02
 _STORED_DTYPES = ("BF16", "F16", "F32")
 
 Progress = Callable[[int, int], None]
@@ -107,6 +112,28 @@ def load(
     check(checkpoint, plan, ignored=ignored)
     for done, (parameter, piece) in enumerate(plan.pieces, start=1):
         parameter[piece.into].copy_(checkpoint.read(piece))
+        if progress is not None:
+            progress(done, len(plan.pieces))
+
+
+def load_dummy(plan: WeightPlan, seed: int = 0, *, progress: Progress | None = None) -> None:
+    """Fill every declared parameter with random values, norm weights with 1.
+
+    What a slice holds follows from `seed`, its tensor's name and its place in that tensor, so that
+    ranks which hold the same slice hold the same values. Other devices and other numbers of ranks
+    see other models.
+
+    Args:
+        progress: called with (pieces filled, pieces in all).
+    """
+    generator = torch.Generator(plan.device)
+    for done, (parameter, piece) in enumerate(plan.pieces, start=1):
+        values = parameter[piece.into]
+        if piece.name.endswith("norm.weight"):
+            values.fill_(1.0)
+        else:
+            place = f"{seed} {piece.name} {[part.start for part in piece.select]}"
+            values.normal_(std=_DUMMY_STD, generator=generator.manual_seed(crc32(place.encode())))
         if progress is not None:
             progress(done, len(plan.pieces))
 

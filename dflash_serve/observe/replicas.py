@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dflash_serve.api.protocol import ReplicaStatus
 from dflash_serve.engine.messages import LengthStats
+from dflash_serve.scheduler.verify_length import PolicyStats
 
 __all__ = ["accept_length", "lengths_of", "replica_families", "speculative"]
 
@@ -82,6 +83,21 @@ def _per_position(status: ReplicaStatus) -> Samples:
 
 def _per_length(read: Callable[[LengthStats], float]) -> Callable[[ReplicaStatus], Samples]:
     return lambda status: [((str(g),), read(part)) for g, part in lengths_of(status).items()]
+
+
+def _chosen(read: Callable[[PolicyStats], float]) -> Callable[[ReplicaStatus], Samples]:
+    """Of replicas that choose the verify length per step."""
+    return lambda status: [((), read(status.stats.policy))] if status.stats.policy else []
+
+
+def _predicted(
+    read: Callable[[PolicyStats], dict[int, float]],
+) -> Callable[[ReplicaStatus], Samples]:
+    return lambda status: (
+        [((str(g),), value) for g, value in read(status.stats.policy).items()]
+        if status.stats.policy
+        else []
+    )
 
 
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
@@ -179,6 +195,38 @@ _FAMILIES = (
         "dflash_spec_emitted_tokens",
         "Tokens committed by verified blocks, by rows verified per step.",
         _per_length(lambda part: part.emitted),
+        ("verify_length",),
+    ),
+    _Family(
+        _GAUGE,
+        "dflash_verify_length",
+        "Rows verified per step, where they are chosen per step.",
+        _chosen(lambda policy: policy.rows),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_verify_length_switches",
+        "Changes of the rows verified per step.",
+        _chosen(lambda policy: policy.switches),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_verify_length_explorations",
+        "Times that another number of rows was tried for a few steps.",
+        _chosen(lambda policy: policy.explorations),
+    ),
+    _Family(
+        _GAUGE,
+        "dflash_predicted_tokens_per_second",
+        "What the choice rests on, by rows verified per step.",
+        _predicted(lambda policy: policy.tokens_per_second),
+        ("verify_length",),
+    ),
+    _Family(
+        _GAUGE,
+        "dflash_predicted_tokens_per_step",
+        "Tokens one block is expected to commit, by rows verified per step.",
+        _predicted(lambda policy: policy.tokens_per_step),
         ("verify_length",),
     ),
     _Family(

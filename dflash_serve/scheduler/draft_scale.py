@@ -37,6 +37,7 @@ class _Arm:
     """Proposals made with one scale: how many were judged, how many confirmed."""
 
     def __init__(self) -> None:
+        self.steps = 0
         self.trials = 0
         self.hits = 0
 
@@ -50,8 +51,8 @@ class DraftScale:
 
     The scale in use and a neighbour take turns, step by step, so that a change of content meets
     both alike. The neighbour wins when its acceptance is higher by more than `margin` and by more
-    than chance would explain; it loses when it is lower by chance's measure, or when
-    `most_trials` have not told them apart. After both neighbours have lost the fit rests.
+    than chance would explain; it loses when it is lower by as much, or when `most_trials` have
+    not told them apart. After both neighbours have lost the fit rests.
 
     Args:
         grid: scales to choose from, ascending.
@@ -71,14 +72,14 @@ class DraftScale:
         grid: Sequence[float] = _GRID,
         *,
         start: float = 1.0,
-        least_trials: int = 512,
-        most_trials: int = 8192,
+        least_trials: int = 2048,
+        most_trials: int = 32768,
         margin: float = 0.005,
         sigmas: float = 3.0,
         rest: int = 4096,
     ) -> None:
         self._grid = tuple(grid)
-        if start not in self._grid or not 0 < self._grid[0]:
+        if start not in self._grid or not self._grid[0] > 0:
             raise ValueError(f"start is {start} and the grid {self._grid}; it must be on the grid")
         if any(b <= a for a, b in zip(self._grid, self._grid[1:], strict=False)):
             raise ValueError(f"the grid is {self._grid}; it must ascend")
@@ -92,9 +93,10 @@ class DraftScale:
         self._lost = 0  # neighbours that lost in a row
         self._resting = 0
         self._odd = False
-        self._arms = (_Arm(), _Arm())
         self._comparisons = 0
         self._moves = 0
+        self._arms = (_Arm(), _Arm())
+        self._next_look = least_trials
 
     @property
     def scale(self) -> float:
@@ -121,7 +123,12 @@ class DraftScale:
         """
         if self._resting or rows == 1 or scale not in (self.scale, self._neighbour()):
             return
-        arm = self._arms[scale != self.scale]
+        used, other = self._arms
+        due = used if used.steps == other.steps else other
+        arm = used if scale == self.scale else other
+        if arm is not due:  # a step from before the comparison, or one whose pair is missing
+            return
+        arm.steps += 1
         arm.hits += sum(accepted)
         arm.trials += sum(min(count + 1, rows - 1) for count in accepted)
         self._conclude()
@@ -143,30 +150,41 @@ class DraftScale:
     def _conclude(self) -> None:
         """End the comparison if it has an outcome."""
         if self._neighbour() is None:
-            self._next(won=False)
+            self._turn()
             return
         used, other = self._arms
-        if min(used.trials, other.trials) < self._least_trials:
+        trials = min(used.trials, other.trials)
+        if used.steps != other.steps or trials < self._next_look:
             return
+        # Every look is another chance to be misled, so their distance doubles.
+        self._next_look = 2 * trials
         gain = other.rate - used.rate
         pooled = (used.hits + other.hits) / (used.trials + other.trials)
         error = math.sqrt(pooled * (1 - pooled) * (1 / used.trials + 1 / other.trials))
         if gain > max(self._margin, self._sigmas * error):
-            self._next(won=True)
-        elif gain < -self._sigmas * error or min(used.trials, other.trials) >= self._most_trials:
-            self._next(won=False)
+            self._comparisons += 1
+            self._move()
+        elif gain < -self._sigmas * error or trials >= self._most_trials:
+            self._comparisons += 1
+            self._turn()
 
-    def _next(self, *, won: bool) -> None:
-        """Move on after a comparison: the same way after a win, the other way after a loss."""
-        if won:
-            self._at += self._direction
-            self._moves += 1
-            self._lost = 0
-        else:
-            self._direction = -self._direction
-            self._lost += 1
-        self._comparisons += 1
-        self._arms = (_Arm(), _Arm())
+    def _move(self) -> None:
+        """Use the neighbour and go on the same way; the one left behind has lost already."""
+        self._at += self._direction
+        self._moves += 1
+        self._lost = 1
+        self._start()
+
+    def _turn(self) -> None:
+        """Compare with the neighbour on the other side, or rest when both have lost."""
+        self._direction = -self._direction
+        self._lost += 1
+        self._start()
         if self._lost == 2:
             self._lost = 0
             self._resting = self._rest
+
+    def _start(self) -> None:
+        """Begin a comparison."""
+        self._arms = (_Arm(), _Arm())
+        self._next_look = self._least_trials

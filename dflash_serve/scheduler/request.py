@@ -32,6 +32,10 @@ class Request:
         indexed: leading pages already offered to the prefix index.
         slot: row in the device tables, −1 while waiting.
         cached: prompt tokens found in the prefix cache at the first admission.
+        epoch: how often the request gave its slot back; what a step brings for an earlier epoch
+            is not its own any more.
+        ahead: most tokens that steps not yet committed can add to `computed`.
+        steps_ahead: of those steps, how many bring at least one new token.
     """
 
     request_id: str
@@ -47,6 +51,9 @@ class Request:
     slot: int = -1
     cached: int | None = None
     reported_cached: bool = False
+    epoch: int = 0
+    ahead: int = 0
+    steps_ahead: int = 0
 
     @classmethod
     def from_submit(cls, submit: Submit, root: PageKey) -> Request:
@@ -68,6 +75,19 @@ class Request:
     def prefill_len(self) -> int:
         """Tokens to compute before decoding: all but the anchor."""
         return len(self.tokens) - 1 if self.continued else self.prompt_len
+
+    def certain_to_end(self, max_model_len: int) -> bool:
+        """Whether the steps under way bring the last token there can be."""
+        most = min(self.prompt_len + self.params.max_tokens, max_model_len)
+        return len(self.tokens) + self.steps_ahead >= most
+
+    def leave_slot(self) -> list[int]:
+        """Give slot and pages back; returns the pages."""
+        pages, self.pages = self.pages, []
+        self.indexed = self.computed = self.ahead = self.steps_ahead = 0
+        self.slot = -1
+        self.epoch += 1
+        return pages
 
     def page_keys(self, count: int, page_size: int) -> list[PageKey]:
         """Keys of the first `count` pages, which must be full of known tokens."""

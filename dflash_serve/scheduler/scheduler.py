@@ -1,9 +1,11 @@
 """Rank 0's decisions: who runs, which pages, what one step does (no torch).
 
-`plan` makes a StepPlan from the queues, `commit` applies its StepResult. Between the two nothing
-changes. Waiting requests are admitted in order of arrival; when pages run out, the request
-admitted last is preempted: its pages go back and it is computed again later, prompt and output,
-with its noise keyed by position so that it continues with the ids it would have had.
+`plan` makes a StepPlan from the queues, `commit` applies its StepResult, in the order of the
+plans. A plan may be made before the one ahead of it is committed: it then reserves pages for as
+many tokens as that one can bring, and the device knows the anchors. Waiting requests are admitted
+in order of arrival; when pages run out, the request admitted last is preempted: its pages go back
+and it is computed again later, prompt and output, with its noise keyed by position so that it
+continues with the ids it would have had.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dflash_serve.engine.messages import (
     TokenEvent,
 )
 from dflash_serve.errors import RequestError
+from dflash_serve.scheduler.limits import Limits
 from dflash_serve.scheduler.plan import (
     DecodeResult,
     PrefillChunk,
@@ -28,36 +31,29 @@ from dflash_serve.scheduler.plan import (
     StepResult,
 )
 from dflash_serve.scheduler.request import Phase, Request
+from dflash_serve.scheduler.verify_length import VerifyLengthPolicy
 
-__all__ = ["Limits", "Scheduler"]
+__all__ = ["Scheduler"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Sizes the scheduler works within.
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """What a plan will bring, and to whom: requests with the epoch they had."""
 
-    Attributes:
-        verify_rows: g, rows verified per decode step.
-        root: digest of the model pair and dtype, the start of every page key.
-    """
-
-    max_running: int
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    prefill_chunk: int
-    verify_rows: int
-    vocab_size: int
-    eos: frozenset[int]
-    prefix_cache: bool = True
-    root: bytes = b""
+    prefill: list[tuple[Request, int]]
+    decode: list[tuple[Request, int]]
 
 
 class Scheduler:
-    """Queues, slots and pages of one engine."""
+    """Queues, slots and pages of one engine.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        policy: chooses g for every step; None verifies `limits.verify_rows` always.
+    """
+
+    def __init__(self, limits: Limits, policy: VerifyLengthPolicy | None = None) -> None:
         self.limits = limits
+        self.policy = policy
         self.pool = PagePool(limits.num_pages)
         self.stats = EngineStats(pages_total=self.pool.usable)
         self._waiting: deque[Request] = deque()
@@ -66,15 +62,16 @@ class Scheduler:
         self._slots = list(range(limits.max_running))[::-1]
         self._events: list[TokenEvent] = []
         self._step = 0
-        self._planned: list[Request] = []
-        self._decoding: list[Request] = []
+        self._planned: deque[_Planned] = deque()
 
     # -- commands ---------------------------------------------------------------------------
 
     def submit(self, submit: Submit) -> None:
         """Queue a request; one that cannot be served ends at once with an error event."""
         try:
-            self._check(submit)
+            if submit.request_id in self._requests:
+                raise RequestError(f"request id {submit.request_id!r} is in flight already")
+            self.limits.check(submit)
         except RequestError as error:
             self._events.append(_failure(submit.request_id, str(error)))
             return
@@ -109,36 +106,57 @@ class Scheduler:
         """Decide the next step."""
         plan = StepPlan(step=self._step, rows=self.limits.verify_rows)
         self._step += 1
-        self._plan_decode(plan)
-        self._plan_prefill(plan)
+        decode = self._plan_decode(plan)
+        prefill = self._plan_prefill(plan)
+        if not plan.empty:
+            self._planned.append(
+                _Planned([(r, r.epoch) for r in prefill], [(r, r.epoch) for r in decode])
+            )
         return plan
 
-    def _plan_decode(self, plan: StepPlan) -> None:
+    def _plan_decode(self, plan: StepPlan) -> list[Request]:
         """Every decoding request that has, or can get, pages for its block."""
-        rows = self.limits.verify_rows
-        for request in [r for r in self._running if r.phase is Phase.DECODE]:
+        limits = self.limits
+        able = [
+            r
+            for r in self._running
+            if r.phase is Phase.DECODE and not r.certain_to_end(limits.max_model_len)
+        ]
+        if self.policy is not None and able:
+            context = sum(r.computed for r in able) / len(able)
+            plan.rows = self.policy.decide(len(able), context).rows
+        rows = plan.rows
+        for request in able:
             if request.phase is Phase.DECODE:  # not preempted for an older one just now
-                self._grow(request, request.computed + rows, plan)
-        self._decoding = [r for r in self._running if r.phase is Phase.DECODE]
-        plan.decode = [r.slot for r in self._decoding]
-        plan.longest = max((r.computed + rows for r in self._decoding), default=0)
-        plan.noisy = any(r.params.temperature > 0 for r in self._decoding)
-        plan.truncates = any(r.params.truncates for r in self._decoding)
+                # What lies past the longest context is never read: the dummy page takes it.
+                most = limits.max_model_len + limits.verify_rows
+                length = min(request.computed + request.ahead + rows, most)
+                self._grow(request, length, plan)
+        decoding = [r for r in able if r.phase is Phase.DECODE]
+        for request in decoding:
+            request.ahead += rows
+            request.steps_ahead += 1
+        plan.decode = [r.slot for r in decoding]
+        plan.longest = max((r.computed + r.ahead for r in decoding), default=0)
+        plan.noisy = any(r.params.temperature > 0 for r in decoding)
+        plan.truncates = any(r.params.truncates for r in decoding)
         # Pages taken for a request that was preempted later in the same plan are not its own.
         live = {r.slot for r in self._running}
         plan.pages = [entry for entry in plan.pages if entry[0] in live]
+        return decoding
 
-    def _plan_prefill(self, plan: StepPlan) -> None:
+    def _plan_prefill(self, plan: StepPlan) -> list[Request]:
         """Chunks of running prefills first, then of newly admitted requests."""
         budget = self.limits.prefill_chunk
-        self._planned = []
+        chunked: list[Request] = []
         for request in [r for r in self._running if r.phase is Phase.PREFILL]:
-            budget -= self._add_chunk(request, budget, plan)
+            budget -= self._add_chunk(request, budget, plan, chunked)
         while budget > 0 and self._waiting and self._slots:
             if not self._admit(self._waiting[0], plan):
                 break
             request = self._waiting.popleft()
-            budget -= self._add_chunk(request, budget, plan)
+            budget -= self._add_chunk(request, budget, plan, chunked)
+        return chunked
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         """Give a waiting request a slot and the pages of its known tokens, or leave it."""
@@ -183,26 +201,34 @@ class Scheduler:
         full = (len(request.tokens) - 1) // self.limits.page_size
         return self.pool.match(request.page_keys(full, self.limits.page_size))
 
-    def _add_chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+    def _add_chunk(
+        self, request: Request, budget: int, plan: StepPlan, chunked: list[Request]
+    ) -> int:
         """Plan the request's next chunk; returns its length."""
-        count = min(budget, request.prefill_len - request.computed)
-        if request.prefill_len == request.computed:  # a continued request found in the cache
+        start = request.computed + request.ahead
+        count = min(budget, request.prefill_len - start)
+        if request.prefill_len == start:  # a continued request found in the cache
             request.phase = Phase.DECODE
             return 0
         if count <= 0:
             return 0
-        last = request.computed + count == request.prefill_len
+        last = start + count == request.prefill_len
+        sample = last and not request.continued
         plan.prefill.append(
             PrefillChunk(
                 slot=request.slot,
-                start=request.computed,
-                token_ids=request.tokens[request.computed : request.computed + count],
-                sample=last and not request.continued,
+                start=start,
+                token_ids=request.tokens[start : start + count],
+                sample=sample,
                 truncates=request.params.truncates,
                 noisy=request.params.temperature > 0,
             )
         )
-        self._planned.append(request)
+        request.ahead += count
+        if last:
+            request.phase = Phase.DECODE
+            request.steps_ahead += int(sample)
+        chunked.append(request)
         return count
 
     def _grow(self, request: Request, length: int, plan: StepPlan) -> None:
@@ -229,11 +255,20 @@ class Scheduler:
     # -- results ----------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Apply what a plan brought."""
-        for request, chunk, token in zip(self._planned, plan.prefill, result.sampled, strict=True):
-            self._commit_prefill(request, chunk, token)
-        for request, decoded in zip(self._decoding, result.decoded, strict=True):
-            self._commit_decode(request, decoded, plan.rows)
+        """Apply what the oldest plan not yet committed brought; an empty plan brings nothing."""
+        if plan.empty:
+            return
+        planned = self._planned.popleft()
+        for (request, epoch), chunk, token in zip(
+            planned.prefill, plan.prefill, result.sampled, strict=True
+        ):
+            if request.epoch == epoch:
+                self._commit_prefill(request, chunk, token)
+        for (request, epoch), decoded in zip(planned.decode, result.decoded, strict=True):
+            if request.epoch == epoch:
+                self._commit_decode(request, decoded, plan.rows)
+        if self.policy is not None and plan.decode:
+            self.policy.observe(plan.rows, [d.accepted for d in result.decoded if not d.fault])
         self.stats.steps += 1
 
     def _commit_prefill(self, request: Request, chunk: PrefillChunk, token: int | None) -> None:
@@ -241,11 +276,11 @@ class Scheduler:
             self._finish(request, "error", [], error=_NAN)
             return
         request.computed += len(chunk.token_ids)
+        request.ahead -= len(chunk.token_ids)
         self._index_pages(request)
-        if request.computed == request.prefill_len:
-            request.phase = Phase.DECODE
         if token is None:
             return
+        request.steps_ahead -= 1
         ids, reason = request.append([token], self.limits.eos, self.limits.max_model_len)
         self._emit(request, ids, reason, drafted=0, accepted=0)
 
@@ -255,6 +290,8 @@ class Scheduler:
             return
         committed = decoded.picked[: decoded.accepted + 1]
         request.computed += len(committed)
+        request.ahead -= rows
+        request.steps_ahead -= 1
         ids, reason = request.append(committed, self.limits.eos, self.limits.max_model_len)
         accepted = min(decoded.accepted, len(ids))
         self._count(rows, len(ids), accepted)
@@ -300,12 +337,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take slot and pages away from a running request."""
-        self.pool.release(request.pages)
-        request.pages = []
-        request.indexed = 0
-        request.computed = 0
         self._slots.append(request.slot)
-        request.slot = -1
+        self.pool.release(request.leave_slot())
         self._running.remove(request)
 
     def _index_pages(self, request: Request) -> None:
@@ -318,27 +351,7 @@ class Scheduler:
             self.pool.index(request.pages[i], keys[i])
         request.indexed = full
 
-    # -- checks and counts ------------------------------------------------------------------
-
-    def _check(self, submit: Submit) -> None:
-        limits = self.limits
-        if submit.request_id in self._requests:
-            raise RequestError(f"request id {submit.request_id!r} is in flight already")
-        if not submit.prompt_ids:
-            raise RequestError("the prompt is empty; give at least one token", "prompt")
-        for token in (*submit.prompt_ids, *submit.emitted_ids):
-            if not 0 <= token < limits.vocab_size:
-                raise RequestError(
-                    f"token id {token} is out of range; allowed: 0 to {limits.vocab_size - 1}",
-                    "prompt",
-                )
-        if len(submit.prompt_ids) >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(submit.prompt_ids)} tokens; the context holds "
-                f"{limits.max_model_len} with at least one of output",
-                "prompt",
-            )
-        submit.params.validate()
+    # -- counts -----------------------------------------------------------------------------
 
     def _count(self, rows: int, emitted: int, accepted: int) -> None:
         stats = self.stats.by_length.setdefault(rows, LengthStats())
@@ -355,6 +368,7 @@ class Scheduler:
         self.stats.waiting = len(self._waiting)
         self.stats.pages_used = self.pool.used
         self.stats.pages_cached = self.pool.cached
+        self.stats.policy = None if self.policy is None else self.policy.stats()
         return self.stats
 
 

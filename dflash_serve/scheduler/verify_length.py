@@ -9,6 +9,8 @@ Every decision follows from counters and past steps alone, never from a clock or
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -29,8 +31,8 @@ __all__ = [
 _RUNGS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 Reason = Literal["first", "hold", "keep", "switch", "explore"]
-"""Why a step has its g: no choice before it; too soon after a change to change again; still the
-best, or not beaten by enough; a better one was found; another one is measured for a few steps."""
+"""Why a step has its g: the first choice; between two looks at it; looked at and not beaten by
+enough; a better one was found; another one is measured for a few steps."""
 
 
 def verify_ladder(block: int) -> tuple[int, ...]:
@@ -129,11 +131,11 @@ class Decision:
 
 
 class PolicyStats(msgspec.Struct, kw_only=True):
-    """The policy as of its last decision, for the metrics.
+    """The policy as of its last look at the choice, for the metrics.
 
     Attributes:
         rows: g that is held; an exploration leaves it alone.
-        batch: requests that were decided for.
+        batch: requests that it was looked at for.
         mean_context: their tokens, on average.
         tokens_per_second: predicted, by g.
         tokens_per_step: predicted for one request, bonus token included, by g.
@@ -159,11 +161,16 @@ class VerifyLengthPolicy:
         costs: its ladder is the choice of g.
         acceptance: over the same ladder; a fresh one if left out.
         margin: predicted gain that a change must bring.
-        hold: steps that a choice is kept at least. A batch that moved by more than one bucket
-            may end it.
-        explore_every: steps between two explorations.
+        hold: steps between two looks at the choice; one comes earlier when the batch has moved
+            by more than a bucket.
+        explore_every: least steps between two explorations.
+        explore_cost: share of the predicted tokens/s that explorations may cost; one that costs
+            more waits longer.
         explore_steps: most steps of an exploration.
         explore_blocks: blocks after which an exploration has seen enough.
+
+    Raises:
+        ValueError: an acceptance over another ladder than the costs'.
     """
 
     def __init__(
@@ -173,20 +180,26 @@ class VerifyLengthPolicy:
         *,
         margin: float = 0.03,
         hold: int = 16,
-        explore_every: int = 256,
+        explore_every: int = 64,
+        explore_cost: float = 0.005,
         explore_steps: int = 8,
         explore_blocks: int = 32,
     ) -> None:
         self.costs = costs
         self.acceptance = acceptance or Acceptance(costs.ladder)
+        if self.acceptance.ladder != costs.ladder:
+            raise ValueError(
+                f"acceptance is over {self.acceptance.ladder}, the costs over {costs.ladder}"
+            )
         self._margin = margin
         self._hold = hold
         self._explore_every = explore_every
+        self._explore_cost = explore_cost
         self._explore_steps = explore_steps
         self._explore_blocks = explore_blocks
         self._step = 0
-        self._chosen_at = 0
-        self._chosen_bucket: int | None = None
+        self._judged_at = 0
+        self._judged_bucket: int | None = None
         self._trial = 0  # the g explored, while steps of it are left
         self._trial_left = 0
         self._next_trial = explore_every
@@ -199,79 +212,98 @@ class VerifyLengthPolicy:
         Args:
             batch: requests in the step, at least one.
             mean_context: their committed tokens on average.
+
+        Raises:
+            ValueError: a batch that the cost table does not cover.
         """
-        ladder = self.costs.ladder
-        tokens = {rows: self.acceptance.tokens_per_step(rows) for rows in ladder}
-        rates = {
-            rows: batch * tokens[rows] / self.costs.cost(batch, rows, mean_context)
-            for rows in ladder
-        }
-        reason = self._choose(self.costs.bucket(batch), rates)
+        reason = self._choose(batch, mean_context)
         rows = self._stats.rows
-        if reason != "switch" and self._exploring(batch, mean_context, rates[rows]):
+        if reason != "switch" and self._exploring(batch, mean_context):
             rows, reason = self._trial, "explore"
-        self._stats.batch, self._stats.mean_context = batch, mean_context
-        self._stats.tokens_per_step, self._stats.tokens_per_second = tokens, rates
         self._used_at[rows] = self._step
         self._step += 1
-        return Decision(rows, rates[rows], reason)
+        return Decision(rows, self._rate(batch, rows, mean_context), reason)
 
     def observe(self, rows: int, accepted: Sequence[int]) -> None:
-        """Take in a step's outcome: its g, and per request the draft tokens accepted."""
+        """Take in a step: its g, and per request the draft tokens accepted; also at g = 1."""
         self.acceptance.observe(rows, accepted)
 
     def stats(self) -> PolicyStats:
-        """The last decision and the counts so far."""
+        """The last look at the choice and the counts so far."""
         return msgspec.structs.replace(self._stats)
 
-    def _choose(self, bucket: int, rates: Mapping[int, float]) -> Reason:
-        """Update the g that is held."""
-        best = max(rates, key=lambda rows: (rates[rows], -rows))
-        if self._chosen_bucket is None:
-            self._take(best, bucket)
-            return "first"
-        moved = abs(bucket - self._chosen_bucket) > 1
-        if self._step - self._chosen_at < self._hold and not moved:
+    def _choose(self, batch: int, context: float) -> Reason:
+        """Look at the g that is held, once its time is over."""
+        bucket = self.costs.bucket(batch)
+        first = self._judged_bucket is None
+        moved = self._judged_bucket is not None and abs(bucket - self._judged_bucket) > 1
+        if not (first or moved or self._step - self._judged_at >= self._hold):
             return "hold"
-        if rates[best] > (1 + self._margin) * rates[self._stats.rows]:
-            self._take(best, bucket)
-            self._stats.switches += 1
-            return "switch"
-        self._chosen_bucket = bucket
-        return "keep"
+        self._judged_at, self._judged_bucket = self._step, bucket
+        self._judge(batch, context)
+        rates = self._stats.tokens_per_second
+        best = max(rates, key=lambda rows: (rates[rows], -rows))
+        if first:
+            self._stats.rows = best
+            return "first"
+        if rates[best] <= (1 + self._margin) * rates[self._stats.rows]:
+            return "keep"
+        self._stats.rows = best
+        self._stats.switches += 1
+        self._trial_left = 0  # the trial was of a neighbour of the choice before
+        return "switch"
 
-    def _take(self, rows: int, bucket: int) -> None:
-        self._stats.rows = rows
-        self._chosen_at = self._step
-        self._chosen_bucket = bucket
-        self._trial_left = 0  # a neighbour of the old choice
+    def _judge(self, batch: int, context: float) -> None:
+        """Predict every g anew."""
+        stats, ladder = self._stats, self.costs.ladder
+        stats.batch, stats.mean_context = batch, context
+        stats.tokens_per_step = {rows: self.acceptance.tokens_per_step(rows) for rows in ladder}
+        stats.tokens_per_second = {rows: self._rate(batch, rows, context) for rows in ladder}
 
-    def _exploring(self, batch: int, context: float, rate: float) -> bool:
+    def _rate(self, batch: int, rows: int, context: float) -> float:
+        """Tokens/s of all requests, by the last judgement of the tokens per step."""
+        tokens = batch * self._stats.tokens_per_step[rows]
+        return tokens / self.costs.cost(batch, rows, context)
+
+    def _exploring(self, batch: int, context: float) -> bool:
         """Whether this step measures another g, `_trial`, in place of the one held."""
         if self._trial_left == 0 and self._step >= self._next_trial:
             self._next_trial = self._step + self._explore_every
-            candidates = self._candidates(batch, context, rate)
-            if candidates:
-                self._trial = min(candidates, key=lambda rows: (self._used_at[rows], -rows))
-                enough = -(-self._explore_blocks // batch)
-                self._trial_left = min(enough, self._explore_steps)
-                self._stats.explorations += 1
+            trial = self._candidate(batch, context)
+            if trial is not None:
+                self._explore(trial, batch, context)
         if self._trial_left == 0:
             return False
         self._trial_left -= 1
         return True
 
-    def _candidates(self, batch: int, context: float, rate: float) -> list[int]:
-        """The nearest g on either side that would win if everything were accepted.
+    def _explore(self, trial: int, batch: int, context: float) -> None:
+        """Begin an exploration, and put the next one off until this one has paid for itself."""
+        steps = min(-(-self._explore_blocks // batch), self._explore_steps)
+        held = self._rate(batch, self._stats.rows, context)
+        loss = max(0.0, 1 - self._rate(batch, trial, context) / held)
+        pause = math.ceil(steps * loss / self._explore_cost)
+        self._next_trial = self._step + max(self._explore_every, pause)
+        self._trial, self._trial_left = trial, steps
+        self._stats.explorations += 1
 
-        A g that ran lately is left out, since it has nothing new to say.
+    def _candidate(self, batch: int, context: float) -> int | None:
+        """The g to measure next, if any.
+
+        On either side of the one held it is the nearest that would win if everything were
+        accepted, and that did not run lately; of the two, the one that ran longer ago.
         """
-        ladder = self.costs.ladder
-        at = ladder.index(self._stats.rows)
-        sides = (ladder[at + 1 :], [rows for rows in ladder[:at][::-1] if rows > 1])
-        hopeful = (
-            [r for r in side if batch * r / self.costs.cost(batch, r, context) > rate]
-            for side in sides
-        )
+        ladder, held = self.costs.ladder, self._stats.rows
+        rate = self._rate(batch, held, context)
+        at = ladder.index(held)
+        nearest: list[int] = []
+        for side in (ladder[at + 1 :], ladder[:at][::-1]):
+            hopeful = (
+                rows
+                for rows in side
+                if rows > 1 and batch * rows / self.costs.cost(batch, rows, context) > rate
+            )
+            nearest += itertools.islice(hopeful, 1)
         lately = self._step - self._explore_every // 2
-        return [side[0] for side in hopeful if side and self._used_at[side[0]] <= lately]
+        waiting = [rows for rows in nearest if self._used_at[rows] <= lately]
+        return min(waiting, key=lambda rows: (self._used_at[rows], -rows), default=None)

@@ -23,7 +23,7 @@ class Direct:
     def __init__(self, config: EngineConfig) -> None:
         set_threads(config)
         self.pair = load_pair(config, Single())
-        self.runner = Runner(self.pair, config.max_running, config.draft_scale)
+        self.runner = Runner(self.pair, config)
         self.scheduler = Scheduler(limits_of(config, self.runner))
 
     def step(self) -> list[TokenEvent]:

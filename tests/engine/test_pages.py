@@ -8,8 +8,9 @@ import pytest
 
 from dflash_serve.engine.messages import Submit
 from dflash_serve.sampling import SamplingParams
+from dflash_serve.scheduler.limits import Limits
 from dflash_serve.scheduler.plan import DecodeResult, StepPlan, StepResult
-from dflash_serve.scheduler.scheduler import Limits, Scheduler
+from dflash_serve.scheduler.scheduler import Scheduler
 from tests.engine.direct import Direct
 from tests.engine.harness import PAGE, engine_config
 from tests.engines import ids_of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from dflash_serve.kernels.accept import accept
 from dflash_serve.kernels.noise import gumbel
 from dflash_serve.kernels.pick import EMPTY, FAULT, best, order_keys, unpack_id
+from dflash_serve.kernels.truncate import largest_below
 from dflash_serve.parallel.group import Single
 from dflash_serve.parallel.pick import RowSampling, pick, row_noise
 from dflash_serve.parallel.shard import VocabShard
@@ -102,6 +105,15 @@ def test_an_infinite_logit_under_truncation_is_a_fault_of_its_row_only(
     assert ids.tolist() == [expected[0], 0, expected[2]]
 
 
+def test_truncating_batch_mates_do_not_fault_an_infinite_logit() -> None:
+    logits = torch.randn((2, 24), generator=torch.Generator().manual_seed(1))
+    logits[:, 5] = math.inf
+    rows = dataclasses.replace(row_sampling(2, top_k=3), top_k=torch.tensor([0, 3]))
+    ids, faults = sharded_pick(logits, rows, 24, 2)
+    assert faults.tolist() == [False, True]
+    assert ids.tolist() == [5, 0]
+
+
 def test_nan_in_padding_is_no_fault() -> None:
     logits = torch.zeros((1, 24))
     logits[0, 20:] = math.nan
@@ -127,6 +139,56 @@ def test_rows_of_every_kind_mix_in_one_batch() -> None:
     together, _ = sharded_pick(logits, rows, 40, 4)
     alone = [sharded_pick(logits[i : i + 1], p, 40, 1)[0] for i, p in enumerate(parts)]
     assert together.tolist() == torch.cat(alone).tolist()
+
+
+class CountingGroup(Single):
+    """Counts its collectives."""
+
+    calls = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x[None]
+
+    def maximum(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_the_number_of_collectives_depends_on_no_value() -> None:
+    generator = torch.Generator().manual_seed(5)
+    shard, calls = VocabShard(0, 50, 50), set()
+    for spread in (0.0, 0.1, 30.0, 1e38, math.nan):
+        logits = spread * torch.randn((8, 50), generator=generator)
+        for truncation in TRUNCATIONS:
+            group, rows = CountingGroup(), row_sampling(8, **truncation)  # type: ignore[arg-type]
+            pick(logits, rows, shard, group, noise=row_noise(rows, shard))
+            calls.add(group.calls)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 1 - 2.0**-53])
+def test_top_p_among_equal_logits_keeps_the_lowest_ids(top_p: float, size: int) -> None:
+    count, vocab = 400, 40
+    rows = row_sampling(count, temperature=100.0, top_p=top_p)
+    ids, _ = sharded_pick(torch.full((count, vocab), -3.0), rows, vocab, size)
+    kept = min(vocab, math.ceil(top_p * vocab))
+    assert sorted(ids.unique().tolist()) == list(range(kept))
+
+
+def test_largest_below_is_the_last_integer_whose_float_is_below() -> None:
+    generator = random.Random(2)
+    bounds = [1.0, 0.25, 1.5, 2.0**53, 2.0**53 + 2, 2.0**57, 2.0**57 + 32]
+    bounds += [generator.random() * 2.0 ** generator.randrange(61) + 1e-3 for _ in range(3000)]
+    bounds += [float(generator.getrandbits(58) + 1) for _ in range(3000)]
+    found = largest_below(torch.tensor(bounds, dtype=torch.float64)).tolist()
+    for last, bound in zip(found, bounds, strict=True):
+        assert float(last) < bound <= float(last + 1)
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 0.0001}, {"min_p": 1.0}])

@@ -16,6 +16,7 @@ from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.drafters import DecodeBlock, DFlashDrafter
 from dflash_serve.engine.messages import Submit, TokenEvent
 from dflash_serve.engine.rank import OnReady
+from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
 from dflash_serve.errors import EngineDeadError, EngineStalledError, RequestError
 from dflash_serve.sampling import SamplingParams
@@ -57,14 +58,14 @@ class Gate:
             self.opened.set()
 
     def install(self, runner: Runner) -> None:
-        execute = runner.execute
+        launch = runner.launch
 
-        def wait_and_execute(plan: StepPlan) -> StepResult:
+        def wait_and_launch(plan: StepPlan) -> Pending:
             self.reached.set()
             self.opened.wait()
-            return execute(plan)
+            return launch(plan)
 
-        runner.execute = wait_and_execute  # type: ignore[method-assign]
+        runner.launch = wait_and_launch  # type: ignore[method-assign]
 
 
 async def test_leaving_a_stream_early_frees_its_pages(config: EngineConfig) -> None:
@@ -207,10 +208,10 @@ def test_shutdown_ends_what_is_in_flight_and_refuses_what_comes(config: EngineCo
 
 def test_a_step_that_raises_kills_the_engine_with_its_text(config: EngineConfig) -> None:
     def install(runner: Runner) -> None:
-        def fail(plan: StepPlan) -> StepResult:
+        def fail(plan: StepPlan) -> Pending:
             raise RuntimeError(f"step {plan.step} broke")
 
-        runner.execute = fail  # type: ignore[method-assign]
+        runner.launch = fail  # type: ignore[method-assign]
 
     with running(config, install) as engine:
         with pytest.raises(EngineDeadError, match=r"RuntimeError: step .* broke"):

@@ -127,9 +127,13 @@ def reached(module: str) -> set[str]:
         "geometry",
         "model_config",
         "parallel.shard",
+        "scheduler.acceptance",
+        "scheduler.draft_scale",
+        "scheduler.limits",
         "scheduler.plan",
         "scheduler.request",
         "scheduler.scheduler",
+        "scheduler.verify_length",
     ],
 )
 def test_decisions_are_made_without_torch(module: str) -> None:

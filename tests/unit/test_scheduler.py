@@ -10,6 +10,12 @@ from dflash_serve.scheduler.plan import StepResult
 from tests.unit.scheduling import Bench, submit, token_at
 
 
+@pytest.fixture(autouse=True, params=[0, 1], ids=["plain", "overlapped"])
+def _lag(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every property holds with the commit of a step before and after the next plan."""
+    monkeypatch.setattr(Bench, "default_lag", request.param)
+
+
 def expected(seed: int, prompt_len: int, count: int) -> list[int]:
     return [token_at(seed, prompt_len + i) for i in range(count)]
 

@@ -47,6 +47,7 @@ def test_amounts_must_be_positive_numbers(name: str, value: object) -> None:
     [
         ("device", "tpu", "auto, cpu, cuda"),
         ("dtype", "float16", "auto, float32, bfloat16"),
+        ("load_format", "random", "auto, dummy"),
         ("executor", "threads", "inproc, mp, ray"),
     ],
 )

@@ -1,0 +1,244 @@
+"""Times the matrix products of a Qwen3-8B DFlash step with many tiles: a table for `gpu/tiles.py`.
+
+    python -m dflash_serve.bench.products --part decode --output products.json
+
+Every figure is the median over replays of one CUDA graph that multiplies by every layer's weight
+in turn, all of them resident: no weight is still in L2 when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_serve.bench.product_jobs import SHAPES, TOYS, Job, Shape, jobs_of
+from dflash_serve.bench.product_report import Result, report, table
+from dflash_serve.kernels.gated_mlp import silu_mul
+from dflash_serve.kernels.gpu import linear as few
+from dflash_serve.kernels.gpu import linear_large as many
+from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS
+
+__all__ = ["Inputs", "compile_ahead", "main", "measure", "milliseconds", "random_weights"]
+
+_EPS = 1e-6
+_REPLAYS = 12
+
+
+class Inputs:
+    """Random rows, residual and norm weight of one shape."""
+
+    def __init__(self, shape: Shape, rows: int, device: str) -> None:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.x = torch.randn(rows, shape.depth, device=device).to(dtype)
+        self.residual = torch.randn(rows, shape.columns, device=device).to(dtype)
+        self.norm = torch.rand(shape.depth, device=device).to(dtype) + 0.5
+
+
+def random_weights(shape: Shape, device: str) -> list[Tensor]:
+    """Weights of all copies; bf16 on a GPU."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return [
+        torch.randn(shape.columns, shape.depth, device=device, dtype=dtype) * shape.depth**-0.5
+        for _ in range(shape.copies)
+    ]
+
+
+def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
+    """One product of a job."""
+    kind, x, tile = job.shape.kind, inputs.x, job.tile
+    residual = inputs.residual if kind == "add" else None
+    gated = kind == "gated"
+    out_dtype = torch.float32 if kind == "head" else None
+    if tile is None:
+        return _library(job, inputs, weight)
+    if job.large:
+        return many.product(
+            x,
+            weight,
+            tile,
+            residual=residual,
+            gated=gated,
+            out_dtype=out_dtype,
+            halves=job.halves,
+            persistent=job.persistent,
+        )
+    return few.product(
+        x,
+        weight,
+        tile,
+        norm=inputs.norm if kind in ("norm", "gated") else None,
+        eps=_EPS,
+        fold=job.fold,
+        residual=residual,
+        gated=gated,
+        out_dtype=out_dtype,
+    )
+
+
+def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
+    """The same through cuBLAS, with what surrounds the product in kernels of its own."""
+    kind, x = job.shape.kind, inputs.x
+    if kind in ("norm", "gated") and not job.large:
+        x = few.row_norm(x, inputs.norm, _EPS, apply=True)
+    if kind == "add":
+        return torch.addmm(inputs.residual, x, weight.t())
+    if kind == "head" and x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    out = F.linear(x, weight)
+    return silu_mul(out) if kind == "gated" else out
+
+
+def milliseconds(work: Callable[[], object], device: str) -> float:
+    """Median time of `work`, replayed as one CUDA graph; on a CPU, of one plain call."""
+    work()
+    if device != "cuda":
+        began = time.perf_counter()
+        work()
+        return (time.perf_counter() - began) * 1e3
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    events = range(_REPLAYS + 1)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in events]  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        graph.replay()
+    for mark in marks[:-1]:
+        mark.record()
+        graph.replay()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    times: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return statistics.median(times)
+
+
+# -- compiling ahead ----------------------------------------------------------------------------
+
+
+def _compile(job: Job) -> str | None:
+    """Run a job once in a process of its own, for the kernel it leaves in the cache on disk."""
+    try:
+        shape = job.shape
+        # The weight's contents do not matter here.
+        weight = torch.empty(shape.columns, shape.depth, dtype=torch.bfloat16, device="cuda")
+        run_job(job, Inputs(dataclasses.replace(shape, copies=1), 16, "cuda"), weight)
+        torch.cuda.synchronize()
+    except Exception as error:  # any variant may be refused; the sweep goes on without it
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return None
+
+
+def compile_ahead(jobs: Iterable[Job], deadline: float) -> set[tuple[object, ...]]:
+    """Compile every distinct kernel in parallel; returns the keys of those that fail."""
+    distinct = {_kernel_key(job): job for job in jobs if job.tile is not None}
+    failed: set[tuple[object, ...]] = set()
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2, len(distinct)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        pending = {key: pool.submit(_compile, job) for key, job in distinct.items()}
+        for key, future in pending.items():
+            try:
+                error = future.result(timeout=max(0.0, deadline - time.monotonic()))
+            except Exception as broken:
+                error = f"{type(broken).__name__}: {broken}"
+            if error is not None:
+                print(f"not usable: {distinct[key].shape.kind} {distinct[key].label}: {error}")
+                failed.add(key)
+        pool.shutdown(wait=False, cancel_futures=True)
+    return failed
+
+
+def _kernel_key(job: Job) -> tuple[object, ...]:
+    """What a kernel is compiled for."""
+    kind = job.shape.kind
+    gated, normed = kind == "gated", kind in ("norm", "gated") and not job.large
+    if normed and job.fold != "apart":
+        return (job.tile, gated, job.fold)
+    return (job.tile, gated, kind if kind in ("add", "head") else "", job.large, job.halves)
+
+
+# -- running and reporting ----------------------------------------------------------------------
+
+
+def measure(
+    jobs: list[Job], device: str, failed: set[tuple[object, ...]], deadline: float
+) -> list[Result]:
+    """Time the jobs until the deadline; what fails is named and left out."""
+    weights: dict[str, list[Tensor]] = {}
+    results: list[Result] = []
+    for number, job in enumerate(jobs):
+        if time.monotonic() > deadline:
+            print(f"out of time: {len(jobs) - number} of {len(jobs)} variants were not measured")
+            break
+        if job.tile is not None and _kernel_key(job) in failed:
+            continue
+        name = job.shape.name
+        if name not in weights:
+            weights[name] = random_weights(job.shape, device)
+        mine = weights[name][:4] if job.large else weights[name]
+        inputs = Inputs(job.shape, job.rows, device)
+
+        def work(job: Job = job, inputs: Inputs = inputs, mine: list[Tensor] = mine) -> None:
+            for weight in mine:
+                run_job(job, inputs, weight)
+
+        try:
+            result = Result(job, milliseconds(work, device) / len(mine))
+        except Exception as error:
+            text = " ".join(str(error).split())[:160]
+            print(f"not measured: {name} {job.rows} {job.label}: {type(error).__name__}: {text}")
+            continue
+        results.append(result)
+    return results
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write what the flags ask for."""
+    parser = argparse.ArgumentParser(description="Tiles of the matrix products, timed.")
+    parser.add_argument("--part", choices=("decode", "large"), default="decode")
+    parser.add_argument("--shapes", nargs="*", default=[], help="some of the shapes, by name")
+    parser.add_argument("--rows", nargs="*", type=int, default=[])
+    parser.add_argument("--budget-s", type=float, default=85.0, help="start nothing after this")
+    parser.add_argument("--output", type=Path, help="write all figures as JSON")
+    parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
+    given = parser.parse_args(arguments)
+    deadline = time.monotonic() + given.budget_s
+    device = "cpu" if given.cpu_check else "cuda"
+    shapes = TOYS if given.cpu_check else SHAPES
+    shapes = tuple(s for s in shapes if not given.shapes or s.name in given.shapes)
+    usual = (16, 1, 128, 64) if given.part == "decode" else (2048, 512, 256, 1024, 8192)
+    if given.part == "decode" and max(given.rows, default=0) > INVARIANT_ROWS:
+        parser.error(f"--part decode takes at most {INVARIANT_ROWS} rows; use --part large")
+    jobs = jobs_of(given.part, shapes, given.rows or usual, given.cpu_check)
+    failed = set() if given.cpu_check else compile_ahead(jobs, deadline)
+    print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
+    results = measure(jobs, device, failed, deadline)
+    report(results)
+    tables: dict[str, str] = {}
+    if given.part == "decode":
+        tables = {
+            "rstd_or_apart": table(results, ("rstd", "apart")),
+            "loop": table(results, ("loop",)),
+        }
+    for title, text in tables.items():
+        print(f"\n# norm: {title}\n{text}")
+    if given.output is not None:
+        found = {"part": given.part, "results": [r.as_json() for r in results], "tables": tables}
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""CUDA graphs of the whole decode step, one per (batch bucket, verified rows, feature set)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["StepGraphs", "StepKey", "batch_buckets"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StepKey:
+    """What a captured step is fixed to.
+
+    Attributes:
+        batch: requests, padding included.
+        rows: g, rows verified for each.
+        truncates: whether top-k, top-p and min-p are looked at.
+    """
+
+    batch: int
+    rows: int
+    truncates: bool = False
+
+
+def batch_buckets(largest: int) -> tuple[int, ...]:
+    """Batch sizes worth a graph, ascending: padding never adds more than half, later a quarter."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+    sizes += range(80, max(largest, 80) + 16, 16)
+    return (*[s for s in sizes if s < largest], largest)
+
+
+class StepGraphs:
+    """Captures steps and replays them.
+
+    Args:
+        run: executes a step on the slots given, for a key; reads no value back to the host and
+            returns the packed result.
+        batch: [S] static slots; a captured step reads its first `key.batch` entries.
+        idle: [S] slots that belong to nobody, for the run that precedes a capture.
+        buckets: batch sizes, ascending.
+
+    Attributes:
+        late: graphs captured after `capture`, hence while requests were waiting.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[StepKey, Tensor], Tensor],
+        batch: Tensor,
+        idle: Tensor,
+        buckets: Sequence[int],
+    ) -> None:
+        self._run = run
+        self._batch = batch
+        self._idle = idle
+        self._buckets = tuple(buckets)
+        self._graphs: dict[StepKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None  # an opaque handle
+        self.late = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def keys(self, rows: Iterable[int], *, truncates: bool = False) -> list[StepKey]:
+        """Keys of every bucket, the largest first: smaller steps then reuse its memory."""
+        found = [StepKey(b, r, truncates) for b in self._buckets for r in rows]
+        return sorted(found, key=lambda key: (-key.batch * key.rows, key))
+
+    def capture(self, keys: Sequence[StepKey], progress: Callable[[int, int], None]) -> None:
+        """Capture steps; `progress` is called with (captured, of)."""
+        for done, key in enumerate(keys, start=1):
+            self._capture(key)
+            progress(done, len(keys))
+
+    def key(self, batch: int, rows: int, *, truncates: bool) -> StepKey:
+        """The smallest captured size that holds a batch."""
+        bucket = next(b for b in self._buckets if b >= batch)
+        return StepKey(bucket, rows, truncates)
+
+    def replay(self, key: StepKey) -> Tensor:
+        """Run a step; returns its packed result, which the next replay overwrites."""
+        if key not in self._graphs:
+            self._capture(key)
+            self.late += 1
+        graph, packed = self._graphs[key]
+        graph.replay()
+        return packed
+
+    def _capture(self, key: StepKey) -> None:
+        # Kernels are compiled and libraries set up by a first run, which cannot be captured.
+        self._run(key, self._idle[: key.batch])
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            packed = self._run(key, self._batch[: key.batch])
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = (graph, packed)

@@ -1,0 +1,362 @@
+"""The attention kernels against torch, and the bits of their rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.attention import attend, check_heads, check_page_size
+from dflash_serve.kernels.gpu.attention import (
+    FEW_ROWS,
+    DecodeTiles,
+    Mode,
+    decode_attention,
+    decode_tiles,
+)
+from dflash_serve.kernels.gpu.attention_tiles import split_count
+from tests.kernels.paging import DEVICE, DTYPE, DTYPES, TOLERANCE, Case, kernels, paged
+
+torch.backends.cuda.matmul.allow_tf32 = False
+MODES: list[Mode] = ["whole", "split"]
+each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def decode(case: Case, mode: Mode | None = None, programs: int | None = None) -> Tensor:
+    with kernels():
+        return decode_attention(
+            case.query, case.keys, case.values, case.view, mode=mode, programs=programs
+        )
+
+
+def run(case: Case) -> Tensor:
+    with kernels():
+        return attend(case.query, case.keys, case.values, case.view)
+
+
+def assert_equals_reference(out: Tensor, case: Case) -> None:
+    assert out.dtype == case.query.dtype
+    assert out.shape == case.query.shape
+    error = (out.float().cpu() - case.reference()).abs().max()
+    assert error < TOLERANCE[case.query.dtype], float(error)
+
+
+# -- a few rows per request ---------------------------------------------------------------------
+
+
+@each_type
+@each_mode
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(
+    ("starts", "rows"),
+    [([0], 1), ([15, 16, 17], 1), ([0, 63], 16), ([256], 5)],
+    ids=str,
+)
+def test_ragged_lengths_at_the_edges_of_pages_tiles_and_splits_equal_torch(
+    starts: list[int], rows: int, causal: bool, mode: Mode, dtype: torch.dtype
+) -> None:
+    case = paged(starts, rows, causal=causal, dtype=dtype)
+    assert_equals_reference(decode(case, mode), case)
+
+
+@each_mode
+def test_lengths_in_every_tier_of_split_sizes_equal_torch(mode: Mode) -> None:
+    case = paged([2558], 3, heads=2, kv_heads=1)
+    assert_equals_reference(decode(case, mode), case)
+
+
+@pytest.mark.gpu
+@each_mode
+@pytest.mark.parametrize("window", [None, 3000])
+def test_long_contexts_equal_torch(mode: Mode, window: int | None) -> None:
+    case = paged([8191, 20000, 100, 12288], 16, window=window)
+    assert_equals_reference(decode(case, mode), case)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_groups_of_query_heads_share_a_key_head(group: int) -> None:
+    case = paged([70], 3, heads=2 * group, kv_heads=2)
+    assert_equals_reference(run(case), case)
+
+
+@each_mode
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256, 512])
+def test_heads_of_any_width_equal_torch(head_dim: int, mode: Mode) -> None:
+    case = paged([90], 4, heads=2, kv_heads=1, head_dim=head_dim)
+    assert_equals_reference(decode(case, mode), case)
+
+
+@pytest.mark.parametrize("page", [8, 32, 128])
+def test_pages_of_any_power_of_two_equal_torch(page: int) -> None:
+    case = paged([130, 7], 2, page=page)
+    assert_equals_reference(run(case), case)
+
+
+@each_mode
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("window", [1, 64, 100])
+def test_windows_hide_keys_far_behind_a_row(window: int, causal: bool, mode: Mode) -> None:
+    case = paged([200, 2], 5, window=window, causal=causal)
+    assert_equals_reference(decode(case, mode), case)
+
+
+def test_keys_that_no_window_shows_are_not_read() -> None:
+    case = paged([330], 2, window=16)
+    expected = run(case)
+    case.keys[case.view.page_table[0, :15]] = math.nan
+    case.values[case.view.page_table[0, :15]] = math.nan
+    assert torch.equal(run(case), expected)
+
+
+def test_more_packed_rows_than_a_tile_equal_torch() -> None:
+    case = paged([40], FEW_ROWS, heads=4, kv_heads=1)
+    assert_equals_reference(run(case), case)
+
+
+@each_mode
+def test_sums_through_the_dot_product_equal_torch(mode: Mode) -> None:
+    case = paged([200], 4)
+    tiles = dataclasses.replace(decode_tiles(64, DTYPE, 8), sum_by_dot=True)
+    with kernels():
+        out = decode_attention(
+            case.query, case.keys, case.values, case.view, tiles=tiles, mode=mode
+        )
+    assert_equals_reference(out, case)
+
+
+def test_a_row_that_holds_nan_spoils_only_its_own_request() -> None:
+    case = paged([100, 50], 2)
+    clean = run(case)
+    case.query[0, 1] = math.nan
+    out = run(case)
+    assert out[0, 1].isnan().all()
+    assert torch.equal(out[0, 0], clean[0, 0])
+    assert torch.equal(out[1], clean[1])
+
+
+def test_pages_are_read_in_place_from_one_layer_of_the_pool() -> None:
+    case = paged([33], 2)
+    assert case.keys._base is case.values._base  # views; the pool holds NaN everywhere else
+    assert run(case).isfinite().all()
+
+
+# -- bits ---------------------------------------------------------------------------------------
+
+
+@each_type
+@pytest.mark.parametrize("window", [None, 150])
+def test_both_modes_and_any_number_of_programs_give_the_same_bits(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    case = paged([800, 300], 3, heads=2, kv_heads=1, window=window, dtype=dtype)
+    expected = decode(case, "whole")
+    for programs in (1, 3, 100):
+        assert torch.equal(decode(case, "split", programs), expected)
+
+
+BIT_SHAPES = [
+    (32, 8, 128, None),
+    (32, 8, 128, 200),
+    (64, 8, 128, None),
+    (9, 3, 64, None),
+    (12, 2, 96, None),
+    (8, 4, 256, None),
+    (4, 2, 512, None),
+]
+
+
+@pytest.mark.gpu
+@each_mode
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), BIT_SHAPES)
+def test_a_row_has_the_same_bits_alone_and_in_a_block(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, mode: Mode
+) -> None:
+    for start in (0, 57, 250, 1015, 2040, 2999):
+        case = paged(
+            [start],
+            FEW_ROWS,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=window,
+        )
+        block = decode(case, mode)
+        for first, count in ((0, 1), (1, 1), (9, 1), (31, 1), (0, 16), (3, 7), (5, 2)):
+            part = decode(case.with_rows(first, count), mode)
+            assert torch.equal(part[0], block[0, first : first + count]), (start, first, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_request_has_the_same_bits_in_any_batch(rows: int) -> None:
+    starts = [(37 * i) % 3000 for i in range(512)]
+    whole = paged(starts, rows, heads=8, kv_heads=2, head_dim=128)
+    expected = run(whole)
+    for count in (1, 2, 16, 64, 65, 66, 128, 129):
+        view = dataclasses.replace(
+            whole.view, page_table=whole.view.page_table[:count], start=whole.view.start[:count]
+        )
+        some = dataclasses.replace(whole, query=whole.query[:count], view=view)
+        assert torch.equal(run(some), expected[:count]), count
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_lengths_and_pages_on_the_device() -> None:
+    cases = [paged([s, 5], 4, heads=8, head_dim=128) for s in (700, 690)]
+    case = cases[0]
+    run(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(case)
+    for other in cases:
+        case.view.start.copy_(other.view.start)
+        case.view.page_table.copy_(other.view.page_table)
+        case.keys.copy_(other.keys)
+        case.values.copy_(other.values)
+        graph.replay()
+        assert torch.equal(out, run(other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        DecodeTiles(16, 32, 128, warps=1, sum_by_dot=True),
+        DecodeTiles(16, 32, 128, sum_by_dot=True),
+        DecodeTiles(32, 32, 128, warps=2, sum_by_dot=True),
+        DecodeTiles(128, 32, 128, warps=8, sum_by_dot=True),
+    ],
+    ids=lambda tiles: f"{tiles.row_tile} rows {tiles.warps} warps",
+)
+def test_sums_through_the_dot_product_do_not_depend_on_the_row_tile(tiles: DecodeTiles) -> None:
+    case = paged([1500, 300], 16, heads=8, head_dim=128)
+    args = case.query, case.keys, case.values, case.view
+    expected = decode_attention(*args, tiles=DecodeTiles(64, 32, 128, sum_by_dot=True))
+    assert torch.equal(decode_attention(*args, tiles=tiles), expected)
+
+
+# -- many rows ----------------------------------------------------------------------------------
+
+
+@each_type
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_prompts_over_a_paged_prefix_equal_torch(
+    causal: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    case = paged([0, 71], 37, causal=causal, window=window, dtype=dtype)
+    assert_equals_reference(run(case), case)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(3, 1, 96), (5, 1, 64), (2, 2, 256), (2, 1, 512)]
+)
+def test_prompts_with_heads_of_any_shape_equal_torch(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    case = paged([20], 35, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    assert_equals_reference(run(case), case)
+
+
+@each_type
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rows", [[3], [40, 1, 17], [0, 33, 0, 64, 2]], ids=str)
+def test_prompts_of_unequal_length_share_a_call(
+    rows: list[int], window: int | None, dtype: torch.dtype
+) -> None:
+    case = paged([19, 0, 5, 16, 90][: len(rows)], rows, window=window, dtype=dtype)
+    assert_equals_reference(run(case), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[1024] * 8, [1, 700, 129, 2048, 64], [8192]], ids=str)
+def test_long_prompts_equal_torch(rows: list[int]) -> None:
+    starts = [100 * i for i in range(len(rows))]
+    case = paged(starts, rows, heads=8, head_dim=128)
+    assert_equals_reference(run(case), case)
+
+
+@pytest.mark.gpu
+def test_a_prompt_has_the_same_bits_alone_in_chunks_and_among_others() -> None:
+    case = paged([300, 11, 0], [512, 40, 129], heads=8, head_dim=128)
+    together = run(case)[:512]
+    view = dataclasses.replace(
+        case.view,
+        page_table=case.view.page_table[:1],
+        start=case.view.start[:1],
+        row_starts=None,
+        rows=512,
+    )
+    alone = dataclasses.replace(case, query=case.query[None, :512], view=view)
+    assert torch.equal(run(alone)[0], together)
+    for first, count in ((0, 64), (64, 129), (193, 319)):
+        part = run(alone.with_rows(first, count))
+        assert torch.equal(part[0], together[first : first + count])
+
+
+# -- reference and refusals ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_the_reference_shows_exactly_the_keys_of_the_window(causal: bool) -> None:
+    case = paged([40], 4, heads=2, window=7, causal=causal)
+    out = case.reference()
+    slots = [case.view.page_table[0, k // 16].item() * 16 + k % 16 for k in range(44)]
+    keys, values = (p.cpu().flatten(0, 1)[slots] for p in (case.keys, case.values))
+    for row in range(4):
+        seen = slice(40 + row - 6, 40 + row + 1 if causal else 44)
+        for head in range(2):
+            score = keys[seen, head] @ case.query[0, row, head].cpu() / math.sqrt(64)
+            expected = torch.softmax(score, 0) @ values[seen, head]
+            assert (out[0, row, head] - expected).abs().max() < 1e-5
+
+
+def test_the_reference_takes_each_request_of_a_ragged_view_on_its_own() -> None:
+    case = paged([5, 0, 33], [4, 0, 7], window=12)
+    out = case.reference()
+    for request, (first, count) in enumerate(((0, 4), (4, 0), (4, 7))):
+        if not count:
+            continue
+        view = dataclasses.replace(
+            case.view,
+            page_table=case.view.page_table[request : request + 1],
+            start=case.view.start[request : request + 1],
+            rows=count,
+            row_starts=None,
+        )
+        query = case.query[None, first : first + count]
+        alone = dataclasses.replace(case, query=query, view=view).reference()
+        assert (out[first : first + count] - alone[0]).abs().max() < 1e-6
+
+
+def test_split_counts_follow_the_tiers_of_split_sizes() -> None:
+    lengths = [1, 256, 257, 2048, 2049, 2560, 2561, 8192, 8193, 9216, 9217]
+    assert [split_count(n) for n in lengths] == [1, 1, 2, 8, 9, 9, 10, 20, 21, 21, 22]
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 4, 12, 24, 48])
+def test_pages_the_kernels_cannot_read_are_refused(page_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"page_size is {page_size}; .* power of two"):
+        check_page_size(page_size)
+
+
+def test_pages_and_heads_the_kernels_can_read_pass() -> None:
+    for page_size in (8, 16, 64, 1024):
+        check_page_size(page_size)
+    for head_dim in (64, 96, 128, 256, 512):
+        check_heads(16, 2, head_dim)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(9, 64), (8, 12), (8, 576), (8, 8)])
+def test_heads_the_kernels_cannot_serve_are_refused(heads: int, head_dim: int) -> None:
+    with pytest.raises(ConfigError):
+        check_heads(heads, 2, head_dim)
+
+
+def test_the_tests_run_where_they_say() -> None:
+    assert DEVICE.type == ("cuda" if torch.cuda.is_available() else "cpu")

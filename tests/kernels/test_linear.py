@@ -1,0 +1,337 @@
+"""The Triton products against the torch functions, and the promise about a row's bits.
+
+Without a GPU the kernels run in Triton's interpreter, in float32 and at small sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_serve.errors import ConfigError
+from dflash_serve.kernels import linear as reference
+from dflash_serve.kernels.backend import interpreted
+from dflash_serve.kernels.gated_mlp import silu_mul
+from dflash_serve.kernels.gpu import linear as gpu
+from dflash_serve.kernels.gpu import linear_large, tiles
+from dflash_serve.kernels.gpu.tiles import Fold, Tile
+from dflash_serve.kernels.norm import rms_norm
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+EPS = 1e-6
+FOLDS: tuple[Fold, ...] = ("rstd", "apart", "loop")
+TYPES = [torch.float32] + [torch.bfloat16] * CUDA
+
+# (rows, N, K): one row, rows short of a tile, widths and depths that are no multiple of a tile,
+# more rows than the fused products take.
+SHAPES = [(1, 48, 64), (5, 130, 576), (16, 64, 96), (33, 70, 40), (129, 34, 64)]
+if CUDA:
+    SHAPES += [(1, 6144, 4096), (16, 4096, 12288), (100, 151936 // 8, 4096), (257, 1000, 576)]
+
+# Every product of a Qwen3-8B step: (N, K).
+QWEN = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "head": (151936, 4096),
+    "fc": (4096, 20480),
+    "draft_kv": (10240, 4096),
+}
+COUNTS = (1, 2, 5, 16, 17, 32, 64, 100, 128)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """Every call below goes through Triton; float32 products of the reference keep all bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with contextlib.nullcontext() if CUDA else interpreted():
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def _columns_first(x: Tensor) -> Tensor:
+    """The same values in Fortran order."""
+    return x.t().contiguous().t()
+
+
+class Case:
+    """Inputs of every product, and its result in float64 from the same rounded inputs."""
+
+    def __init__(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
+        self.x = rand(rows, depth, seed=1, dtype=dtype)
+        self.weight = (rand(columns, depth, seed=2) / depth**0.5).to(dtype)
+        self.norm = (rand(depth, seed=3).abs() + 0.5).to(dtype)
+        self.residual = rand(rows, columns, seed=4, dtype=dtype)
+
+    def plain(self) -> Tensor:
+        return self.x.double() @ self.weight.double().T
+
+    def normed(self) -> Tensor:
+        h = self.x.double()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * self.norm.double()
+        return h @ self.weight.double().T
+
+    def gated(self) -> Tensor:
+        gate, up = self.normed().chunk(2, dim=-1)
+        return gate * torch.sigmoid(gate) * up
+
+
+def close(out: Tensor, expected: Tensor, scale: float = 1.0) -> bool:
+    """Within rounding: of the sum in float32, of the inputs and intermediates in bfloat16."""
+    bound = 1e-4 if out.dtype == torch.float32 else 2e-2
+    difference = (out.double() - expected).abs()
+    return bool((difference <= scale * bound * (1 + expected.abs())).all())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES, ids=str)
+def test_every_product_equals_its_definition(
+    rows: int, columns: int, depth: int, dtype: torch.dtype
+) -> None:
+    case = Case(rows, columns, depth, dtype)
+    x, weight, norm, residual = case.x, case.weight, case.norm, case.residual
+    assert close(reference.linear(x, weight), case.plain())
+    assert close(reference.linear_add(x, weight, residual), case.plain() + residual.double())
+    assert close(reference.norm_linear(x, norm, EPS, weight), case.normed())
+    assert close(reference.norm_gated(x, norm, EPS, weight), case.gated(), scale=2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("tile", [Tile(16, 32, 32, 4, 2), Tile(32, 16, 64, 4, 3)], ids=str)
+def test_the_norm_gives_the_same_product_wherever_it_is_computed(
+    tile: Tile, fold: Fold, dtype: torch.dtype
+) -> None:
+    case = Case(21, 72, 80, dtype)
+    out = gpu.product(case.x, case.weight, tile, norm=case.norm, eps=EPS, fold=fold)
+    assert close(out, case.normed())
+    out = gpu.product(case.x, case.weight, tile, norm=case.norm, eps=EPS, fold=fold, gated=True)
+    assert close(out, case.gated(), scale=2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_norm_apart_changes_no_bit(dtype: torch.dtype) -> None:
+    case = Case(9, 40, 96, dtype)
+    tile = Tile(16, 32, 32, 4, 2)
+    inside, apart = (
+        gpu.product(case.x, case.weight, tile, norm=case.norm, eps=EPS, fold=fold)
+        for fold in ("rstd", "apart")
+    )
+    assert torch.equal(inside, apart)
+
+
+@pytest.mark.parametrize("width", [40, 576, 4096])
+def test_the_norm_of_a_product_is_the_norm(width: int) -> None:
+    for dtype in TYPES:
+        x, norm = rand(3, width, seed=1, dtype=dtype), rand(width, seed=2, dtype=dtype)
+        assert torch.equal(gpu.row_norm(x, norm, EPS, apply=True), rms_norm(x, norm, EPS))
+
+
+def test_a_weight_fetched_ahead_changes_no_bit() -> None:
+    case, later = Case(9, 48, 64, torch.float32), rand(70, 96, seed=5)
+    tile = Tile(16, 16, 32, 4, 2)
+    expected = gpu.product(case.x, case.weight, tile)
+    for depth in (1, 32, 64, 96, 1000):
+        out = gpu.product(case.x, case.weight, tile, ahead=gpu.Ahead(later, depth))
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("rows", [3, 130])
+def test_float32_can_be_asked_for(rows: int) -> None:
+    for dtype in TYPES:
+        case = Case(rows, 48, 64, dtype)
+        out = reference.linear(case.x, case.weight, torch.float32)
+        assert out.dtype == torch.float32
+        assert close(out, case.plain())
+
+
+@pytest.mark.parametrize("kind", ["library", "triton"])
+def test_both_products_of_many_rows_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "MANY_ROWS", kind)
+    for dtype in TYPES:
+        case = Case(150, 72, 136, dtype)
+        x, weight, norm, residual = case.x, case.weight, case.norm, case.residual
+        assert close(reference.linear(x, weight), case.plain())
+        assert close(reference.linear(x, weight, torch.float32), case.plain(), scale=1)
+        assert close(reference.linear_add(x, weight, residual), case.plain() + residual.double())
+        assert close(reference.norm_linear(x, norm, EPS, weight), case.normed())
+        assert close(reference.norm_gated(x, norm, EPS, weight), case.gated(), scale=2)
+
+
+@pytest.mark.parametrize("halves", [True, False], ids=["halves", "whole"])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 40, 72), (37, 130, 64), (80, 32, 96)])
+def test_the_large_product_covers_awkward_shapes(
+    rows: int, columns: int, depth: int, halves: bool
+) -> None:
+    tile = Tile(64, 32, 32, 4, 2) if CUDA else Tile(16, 32, 32, 4, 2)
+    for dtype in TYPES:
+        case = Case(rows, columns, depth, dtype)
+        out = linear_large.product(case.x, case.weight, tile, halves=halves)
+        assert close(out, case.plain())
+        out = linear_large.product(case.x, case.weight, tile, residual=case.residual, halves=halves)
+        assert close(out, case.plain() + case.residual.double())
+        out = linear_large.product(case.x, case.weight, tile, gated=True, halves=halves)
+        assert close(out, silu_mul(case.plain()), scale=2)
+
+
+def test_rows_of_a_wider_tensor_are_read_in_place() -> None:
+    case = Case(6, 40, 64, torch.float32)
+    wide = rand(6, 96, seed=9)
+    wide[:, :64] = case.x
+    assert torch.equal(
+        reference.linear(wide[:, :64], case.weight), reference.linear(case.x, case.weight)
+    )
+    residual = rand(6, 56, seed=10)
+    residual[:, :40] = case.residual
+    assert torch.equal(
+        reference.linear_add(case.x, case.weight, residual[:, :40]),
+        reference.linear_add(case.x, case.weight, case.residual),
+    )
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 32), (3, 0)])
+def test_nothing_to_compute_is_allowed(rows: int, columns: int) -> None:
+    out = reference.linear(rand(rows, 64), rand(columns, 64))
+    assert out.shape == (rows, columns)
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    case = Case(5, 32, 64, torch.float32)
+    clean = reference.norm_gated(case.x, case.norm, EPS, case.weight)
+    case.x[2, 7] = float("nan")
+    for fold in FOLDS:
+        tile = Tile(16, 32, 32, 4, 2)
+        out = gpu.product(case.x, case.weight, tile, norm=case.norm, eps=EPS, fold=fold, gated=True)
+        assert out[2].isnan().all()
+        assert close(out[[0, 1, 3, 4]], clean[[0, 1, 3, 4]].double())
+
+
+@pytest.mark.parametrize(
+    ("change_x", "change_weight", "text"),
+    [
+        (Tensor.double, Tensor.double, "float64"),
+        (Tensor.float, Tensor.bfloat16, "bfloat16"),
+        (_columns_first, Tensor.float, "strides"),
+        (Tensor.float, _columns_first, "strides"),
+    ],
+    ids=["float64", "mixed", "rows", "weight"],
+)
+def test_what_cannot_be_multiplied_is_refused(
+    change_x: Callable[[Tensor], Tensor], change_weight: Callable[[Tensor], Tensor], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        reference.linear(change_x(rand(2, 64)), change_weight(rand(8, 64)))
+
+
+def test_a_large_product_refuses_rows_that_are_not_aligned() -> None:
+    with pytest.raises(ConfigError, match="16"):
+        linear_large.product(rand(4, 63), rand(8, 63), Tile(16, 16, 16, 4, 2))
+
+
+def test_every_tile_fits_a_processor() -> None:
+    shapes = [*QWEN.values(), (576, 576), (1536, 576), (49152, 576), (100, 60), (64, 5120)]
+    for columns, depth in shapes:
+        for rows in tiles.ROW_BUCKETS:
+            for dtype in (torch.bfloat16, torch.float32):
+                for gated in (False, True):
+                    tile = tiles.tile_for(columns, depth, rows, dtype, gated=gated)
+                    assert tiles.shared_bytes(tile, dtype, gated=gated) <= 227 * 1024
+                    assert tile.depth >= 32
+
+
+def test_the_fold_that_rounds_differently_is_used_for_all_row_counts_or_none() -> None:
+    assert set(tiles.FOLDS) == set(tiles.ROW_BUCKETS)
+    assert len({fold == "loop" for fold in tiles.FOLDS.values()}) == 1
+
+
+# -- bits of a row, on the GPU ------------------------------------------------------------------
+
+
+def same_bits(product: Callable[[int], Tensor], counts: tuple[int, ...]) -> None:
+    """A row is the same in every call that has it."""
+    most = product(max(counts))
+    for count in counts:
+        out = product(count)
+        different = (out != most[:count]).sum().item()
+        assert different == 0, f"{different} of {out.numel()} numbers differ at {count} rows"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QWEN)
+def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(name: str) -> None:
+    """At 1 to 128 rows in bfloat16, with the tiles of the table."""
+    case = Case(128, *QWEN[name], torch.bfloat16)
+    x, weight, residual = case.x, case.weight, case.residual
+    same_bits(lambda n: reference.linear(x[:n], weight), COUNTS)
+    same_bits(lambda n: reference.linear(x[:n], weight, torch.float32), COUNTS)
+    same_bits(lambda n: reference.linear_add(x[:n], weight, residual[:n]), COUNTS)
+    same_bits(lambda n: reference.norm_linear(x[:n], case.norm, EPS, weight), COUNTS)
+    same_bits(lambda n: reference.norm_gated(x[:n], case.norm, EPS, weight), COUNTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("name", ["qkv", "gate_up"])
+def test_the_bits_of_a_row_do_not_depend_on_the_tile(name: str, fold: Fold) -> None:
+    """At 1 to 128 rows in bfloat16, with tiles of every height."""
+    case = Case(128, *QWEN[name], torch.bfloat16)
+    shapes = [
+        Tile(16, 32, 256, 4, 3),
+        Tile(16, 64, 128, 4, 3),
+        Tile(32, 32, 128, 4, 3),
+        Tile(64, 64, 64, 4, 3),
+        Tile(128, 64, 64, 8, 3),
+    ]
+    for gated in (False, True):
+
+        def run(rows: int, tile: Tile, gated: bool = gated) -> Tensor:
+            return gpu.product(
+                case.x[:rows], case.weight, tile, norm=case.norm, eps=EPS, fold=fold, gated=gated
+            )
+
+        most = run(128, shapes[0])
+        for tile in shapes:
+            for rows in (1, 16, 50, 128):
+                assert torch.equal(run(rows, tile), most[:rows]), (tile, rows, gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
+def test_the_large_product_has_the_bits_of_the_small_one(name: str) -> None:
+    """At 1, 128, 129, 257 and 512 rows in bfloat16."""
+    case = Case(512, *QWEN[name], torch.bfloat16)
+    few = reference.linear(case.x[:128], case.weight)
+    for tile in (Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)):
+        for rows in (1, 128, 129, 257, 512):
+            out = linear_large.product(case.x[:rows], case.weight, tile)
+            assert torch.equal(out[:128], few[:rows]), (tile, rows)
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured_in_a_graph() -> None:
+    case = Case(16, 4096, 4096, torch.bfloat16)
+    x, weight, norm = case.x, case.weight, case.norm
+
+    def work() -> tuple[Tensor, Tensor]:
+        return reference.norm_linear(x, norm, EPS, weight), linear_large.product(x, weight)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    x.copy_(rand(16, 4096, seed=50))
+    graph.replay()
+    for out, expected in zip(captured, work(), strict=True):
+        assert torch.equal(out, expected)
