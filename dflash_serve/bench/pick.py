@@ -35,7 +35,7 @@ KINDS = ("greedy", "noisy", "truncated")
 READ_TBPS = 4.2
 _TRUNCATED_PASSES = 10  # the maximum, 7 histograms, ties, the pick
 _CACHE_BYTES = 200e6
-_MOST_PICKS = 192
+_MOST_PICKS = 512
 _REPLAYS = 12
 
 
