@@ -50,7 +50,13 @@ class EngineConfig:
             lets rank 0 choose before every step from timings and running acceptance.
         block_size: overrides the draft checkpoint's block size.
         draft_scale: factor on the draft's logits before the noise is added; it cannot change
-            the output, only how often the draft agrees with the target.
+            the output, only how often the draft agrees with the target. "auto" fits it to the
+            acceptance of requests with a temperature.
+        synthetic_acceptance: benchmarks only: each next proposal counts as accepted with this
+            probability, whatever the target says, so the output is wrong on purpose.
+        row_invariant: on CUDA, compute a token's logits the same way in every batch of up to 128
+            rows, so that bfloat16 output too is bit for bit that of plain decoding; False lets
+            the library take over where it is faster.
         valid_vocab_size: ids at or above it are never produced; None takes the tokenizer's
             size where there is a tokenizer, else the head's.
         logits_rows: most rows sent through the language-model head at once.
@@ -80,7 +86,9 @@ class EngineConfig:
     prefix_cache: bool = True
     verify_length: int | Literal["auto"] | None = None
     block_size: int | None = None
-    draft_scale: float = 1.0
+    draft_scale: float | Literal["auto"] = 1.0
+    synthetic_acceptance: float | None = None
+    row_invariant: bool = True
     valid_vocab_size: int | None = None
     logits_rows: int = 1024
     eager: bool = False
@@ -101,11 +109,16 @@ class EngineConfig:
         if self.kv_cache_gib is not None:
             _require_positive("kv_cache_gib", self.kv_cache_gib)
         for name in ("draft_scale", "hang_timeout_s", "start_timeout_s"):
-            _require_positive(name, getattr(self, name))
+            if (value := getattr(self, name)) != "auto":
+                _require_positive(name, value)
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         _require_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
         _require_choice("load_format", self.load_format, ("auto", "dummy"))
         _require_choice("executor", self.executor, ("inproc", "mp", "ray"))
+        if self.synthetic_acceptance is not None and not 0.0 <= self.synthetic_acceptance <= 1.0:
+            raise ConfigError(
+                f"synthetic_acceptance is {self.synthetic_acceptance}; allowed: 0 to 1, or None"
+            )
         if not 0.0 < self.gpu_memory_fraction <= 1.0:
             raise ConfigError(
                 f"gpu_memory_fraction is {self.gpu_memory_fraction}; allowed: above 0, at most 1"

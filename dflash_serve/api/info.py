@@ -20,7 +20,8 @@ def server_info(models: Sequence[str], statuses: Sequence[ReplicaStatus]) -> dic
 
     `avg_spec_accept_length` is tokens committed per verified block (bonus token included), pooled
     over the verify lengths that draft; per verify length it stands beside, one-row steps too.
-    `dummy_weights` is true when any replica computes with random weights.
+    `dummy_weights` is true when any replica computes with random weights, `synthetic_acceptance`
+    is set when any counts proposals as accepted that the target may not confirm.
 
     Args:
         models: names served.
@@ -32,6 +33,9 @@ def server_info(models: Sequence[str], statuses: Sequence[ReplicaStatus]) -> dic
         "version": __version__,
         "models": list(models),
         "dummy_weights": any(status.info.dummy_weights for status in statuses),
+        "synthetic_acceptance": next(
+            (s.info.synthetic_acceptance for s in statuses if s.info.synthetic_acceptance), None
+        ),
         "speculative_algorithm": "DFLASH" if drafts else None,
         "speculative_num_draft_tokens": first.verify_length if first and drafts else None,
         **_accept_lengths(statuses),

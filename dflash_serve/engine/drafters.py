@@ -53,7 +53,7 @@ class DFlashDrafter:
     """The draft model with the target's embedding and head.
 
     Args:
-        scale: factor on the draft's logits.
+        scale: factor on the draft's logits, a number or [1] float32.
         logits_rows: most rows sent through the head at once.
     """
 
@@ -63,7 +63,7 @@ class DFlashDrafter:
         target: DenseDecoder,
         kv: PagedKV,
         group: Group,
-        scale: float,
+        scale: float | Tensor,
         logits_rows: int,
     ) -> None:
         self._draft = draft
@@ -99,7 +99,7 @@ def head_rows(
     *,
     noise: Tensor | None,
     limit: int,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     truncate: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Head product and pick of [R, H] rows, at most `limit` rows at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ class StepGraphs:
 
     Attributes:
         late: graphs captured after `capture`, hence while requests were waiting.
+        first_seconds: spent in the runs that precede a capture; kernels are compiled there.
+        capture_seconds: spent capturing.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class StepGraphs:
         self._graphs: dict[StepKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # an opaque handle
         self.late = 0
+        self.first_seconds = 0.0
+        self.capture_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -93,10 +98,14 @@ class StepGraphs:
 
     def _capture(self, key: StepKey) -> None:
         # Kernels are compiled and libraries set up by a first run, which cannot be captured.
+        began = time.perf_counter()
         self._run(key, self._idle[: key.batch])
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        ready = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             packed = self._run(key, self._batch[: key.batch])
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, packed)
+        self.first_seconds += ready - began
+        self.capture_seconds += time.perf_counter() - ready

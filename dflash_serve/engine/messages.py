@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from dflash_serve.sampling import SamplingParams
+from dflash_serve.scheduler.draft_scale import ScaleStats
 from dflash_serve.scheduler.verify_length import PolicyStats
 
 __all__ = [
@@ -106,6 +107,7 @@ class EngineStats(msgspec.Struct):
 
     Attributes:
         policy: what the choice of the verify length rests on, where it is chosen per step.
+        scale: the fit of the draft's scale, where there is one.
     """
 
     steps: int = 0
@@ -124,6 +126,7 @@ class EngineStats(msgspec.Struct):
     step_seconds: float = 0.0
     by_length: dict[int, LengthStats] = {}
     policy: PolicyStats | None = None
+    scale: ScaleStats | None = None
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
@@ -136,6 +139,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         verify_length: rows verified per step; 1 without a draft.
         block_size: the draft's block, or None without a draft.
         dummy_weights: the weights are random; the output means nothing.
+        synthetic_acceptance: chance with which a proposal counts as accepted whatever the target
+            says, for benchmarks; None where the output is real.
+        startup: seconds (or bytes, by the name) of the parts of the start: first runs, in which
+            kernels are compiled, capture, timing of the steps.
         fallbacks: every place where a slower or rarer path than asked for is in use.
     """
 
@@ -156,6 +163,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_bytes: int
     load_seconds: float
     dummy_weights: bool = False
+    synthetic_acceptance: float | None = None
+    startup: dict[str, float] = {}
     fallbacks: list[str] = []
     versions: dict[str, str] = {}
 

@@ -45,6 +45,7 @@ class Pair:
     Attributes:
         settings: everything that was decided about the pair before loading.
         draft, draft_kv: None for plain decoding.
+        synthetic_acceptance: see `EngineConfig`.
     """
 
     settings: PairSettings
@@ -60,6 +61,7 @@ class Pair:
     weight_bytes: int
     kv_bytes: int
     load_seconds: float
+    synthetic_acceptance: float | None = None
 
     def inject(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Write the draft's context for T tokens; see `DFlashDraft.inject`."""
@@ -145,6 +147,7 @@ def load_pair(
         weight_bytes=target_plan.bytes + draft_bytes,
         kv_bytes=0,
         load_seconds=0.0,
+        synthetic_acceptance=config.synthetic_acceptance,
     )
     extra = 0 if reserve is None else reserve(pair)
     pages, page_size_bytes = num_pages(config, settings, group, dtype, device, extra)

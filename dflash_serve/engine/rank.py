@@ -29,6 +29,7 @@ from dflash_serve.engine.transport import (
 )
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Group, Single, connect
+from dflash_serve.scheduler.draft_scale import DraftScale
 from dflash_serve.scheduler.scheduler import Scheduler
 from dflash_serve.scheduler.verify_length import CostTable, VerifyLengthPolicy, verify_ladder
 
@@ -176,7 +177,8 @@ def serve_rank_zero(
     """Build rank 0's loop, say that the engine is ready, and run it."""
     plans = plans if plans is not None else NoFollowers()
     runner, policy = _ready_runner(config, pair, on_ready)
-    scheduler = Scheduler(limits_of(config, runner), policy)
+    scale = DraftScale() if config.draft_scale == "auto" and pair.draft is not None else None
+    scheduler = Scheduler(limits_of(config, runner), policy, scale)
     mailbox.send(Report(info=_info(config, runner), stats=scheduler.snapshot()))
     overlap = config.overlap if config.overlap is not None else pair.device.type == "cuda"
     try:
@@ -198,6 +200,8 @@ def _ready_runner(
     config: EngineConfig, pair: Pair, on_ready: OnReady | None
 ) -> tuple[Runner, VerifyLengthPolicy | None]:
     """A runner that has run, captured and timed its steps, on every rank; rank 0's choice of g."""
+    if config.synthetic_acceptance is not None:
+        logger.warning("synthetic acceptance is on; the output is wrong on purpose")
     runner = Runner(pair, config)
     automatic = config.verify_length == "auto"
     block = pair.settings.geometry.verify_rows
@@ -259,6 +263,8 @@ def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
         kv_bytes=pair.kv_bytes,
         load_seconds=pair.load_seconds,
         dummy_weights=config.load_format == "dummy",
+        synthetic_acceptance=config.synthetic_acceptance,
+        startup=runner.startup,
         fallbacks=_fallbacks(config, runner),
         versions={name: version(name) for name in ("torch", "transformers", "safetensors")},
     )

@@ -41,12 +41,14 @@ class Runner:
             slots, -(-length // pair.page_size), config.prefill_chunk, pair.device
         )
         # Tests put another drafter here; context is injected all the same.
-        self.drafter = _drafter(pair, config.draft_scale)
+        scale = self.state.scale if config.draft_scale == "auto" else config.draft_scale
+        self.drafter = _drafter(pair, scale)
         self._captured_drafter = self.drafter
         self._longest = length
         self._slots = torch.arange(slots + 1, device=pair.device)
         self._outbox = Outbox(pair.device)
         self.graphs = None
+        self.startup: dict[str, float] = {}
         if _captures(pair, config):
             idle = torch.full((slots,), self.state.dummy, device=pair.device)
             self.graphs = StepGraphs(self._step, self.state.batch, idle, batch_buckets(slots))
@@ -158,6 +160,13 @@ class Runner:
         The median of several runs on CUDA, where a step is short; the better of two elsewhere,
         for the smallest and the largest batch alone.
         """
+        began = time.perf_counter()
+        try:
+            return self._time_steps(lengths)
+        finally:
+            self.startup["timing_s"] = time.perf_counter() - began
+
+    def _time_steps(self, lengths: Sequence[int]) -> dict[tuple[int, int], float]:
         slots = self.state.batch.shape[0]
         if self.graphs is not None:
             replay = self.graphs.replay
@@ -197,7 +206,14 @@ class Runner:
             if done == of or done * 4 // of != (done - 1) * 4 // of:
                 logger.info("%d of %d graphs captured", done, of)
 
+        before = torch.cuda.memory_reserved()
         graphs.capture(graphs.keys(lengths), log)
+        self.startup |= {
+            "graphs": len(graphs),
+            "first_runs_s": graphs.first_seconds,
+            "capture_s": graphs.capture_seconds,
+            "graph_bytes": torch.cuda.memory_reserved() - before,
+        }
 
 
 def _median_seconds(run: Callable[[], object], times: int = 5) -> float:
@@ -219,7 +235,7 @@ def _captures(pair: Pair, config: EngineConfig) -> bool:
     return pair.device.type == "cuda" and not config.eager and not config.share_gpu
 
 
-def _drafter(pair: Pair, scale: float) -> Drafter | None:
+def _drafter(pair: Pair, scale: float | Tensor) -> Drafter | None:
     if pair.draft is None or pair.draft_kv is None or pair.settings.mask_id is None:
         return None
     return DFlashDrafter(

@@ -32,6 +32,7 @@ class DeviceState:
         page_table: [S + 1, P] page ids in position order; 0 is the dummy page.
         batch: [S] slots of the decode batch, padded with `dummy`.
         tokens: ids of the prefill chunks, one after the other.
+        scale: [1] float32, the factor on the draft's logits where it is fitted.
         dummy: index of the row that is nobody's.
     """
 
@@ -49,6 +50,8 @@ class DeviceState:
         self._slots = table.view(-1, _WIDTH)
         self.page_table = pages.view(-1, pages_per_slot)
         self.anchor, self.start = self._slots[:, 0], self._slots[:, 1]
+        self.scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._scale = 1.0
         self._staging = _Staging(device)
         self._batch: list[int] = []
         idle = _row(SlotSetup(slot=0, start=0, anchor=0, seed=0, temperature=0.0))
@@ -74,6 +77,9 @@ class DeviceState:
             self._batch = list(plan.decode)
             padding = [self.dummy] * (self.batch.shape[0] - len(plan.decode))
             edits.append((self._first["batch"], plan.decode + padding))
+        if plan.draft_scale not in (0.0, self._scale):
+            self._scale = plan.draft_scale
+            self.scale.fill_(plan.draft_scale)
         if edits:
             self._staging.write(self._memory, edits)
 

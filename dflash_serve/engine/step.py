@@ -73,7 +73,16 @@ def decode(
     )
     picked, faults = picked.view(-1, rows), faults.view(-1, rows)
 
-    done = commit(drafted, picked, faults, slots, batch.slots, state.anchor, state.start)
+    done = commit(
+        drafted,
+        picked,
+        faults,
+        slots,
+        batch.slots,
+        state.anchor,
+        state.start,
+        synthetic=pair.synthetic_acceptance,
+    )
     if taps is not None:
         pair.inject(taps, batch.positions, done.slots)
     return DecodeOutput(drafted, picked, done.accepted, done.fault)

@@ -231,6 +231,12 @@ _FAMILIES = (
     ),
     _Family(
         _GAUGE,
+        "dflash_draft_scale",
+        "Factor on the draft's logits, where it is fitted.",
+        lambda s: [((), s.stats.scale.scale)] if s.stats.scale else [],
+    ),
+    _Family(
+        _GAUGE,
         "dflash_step_age_seconds",
         "Seconds since the last step while work is pending.",
         _one(lambda s: s.step_age_s),

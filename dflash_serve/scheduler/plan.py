@@ -57,6 +57,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
         longest: largest committed length in the decode batch, plus `rows`.
         noisy: whether any decoding slot has a temperature above 0.
         truncates: whether any decoding slot truncates its distribution.
+        draft_scale: factor on the draft's logits where it is fitted; 0 leaves it as it is.
         stop: leave the loop after this plan.
     """
 
@@ -69,6 +70,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     longest: int = 0
     noisy: bool = False
     truncates: bool = False
+    draft_scale: float = 0.0
     stop: bool = False
 
     @property

@@ -22,6 +22,8 @@ from dflash_serve.engine.messages import (
     TokenEvent,
 )
 from dflash_serve.errors import RequestError
+from dflash_serve.scheduler.draft_scale import DraftScale
+from dflash_serve.scheduler.events import failure, progress
 from dflash_serve.scheduler.limits import Limits
 from dflash_serve.scheduler.plan import (
     DecodeResult,
@@ -49,11 +51,18 @@ class Scheduler:
 
     Args:
         policy: chooses g for every step; None verifies `limits.verify_rows` always.
+        draft_scale: fits the factor on the draft's logits; None leaves it alone.
     """
 
-    def __init__(self, limits: Limits, policy: VerifyLengthPolicy | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policy: VerifyLengthPolicy | None = None,
+        draft_scale: DraftScale | None = None,
+    ) -> None:
         self.limits = limits
         self.policy = policy
+        self.draft_scale = draft_scale
         self.pool = PagePool(limits.num_pages)
         self.stats = EngineStats(pages_total=self.pool.usable)
         self._waiting: deque[Request] = deque()
@@ -73,7 +82,7 @@ class Scheduler:
                 raise RequestError(f"request id {submit.request_id!r} is in flight already")
             self.limits.check(submit)
         except RequestError as error:
-            self._events.append(_failure(submit.request_id, str(error)))
+            self._events.append(failure(submit.request_id, str(error)))
             return
         request = Request.from_submit(submit, self.limits.root)
         reason = request.finished_already(self.limits.eos, self.limits.max_model_len)
@@ -140,6 +149,8 @@ class Scheduler:
         plan.longest = max((r.computed + r.ahead for r in decoding), default=0)
         plan.noisy = any(r.params.temperature > 0 for r in decoding)
         plan.truncates = any(r.params.truncates for r in decoding)
+        if self.draft_scale is not None and plan.noisy and rows > 1:
+            plan.draft_scale = self.draft_scale.choose()
         # Pages taken for a request that was preempted later in the same plan are not its own.
         live = {r.slot for r in self._running}
         plan.pages = [entry for entry in plan.pages if entry[0] in live]
@@ -267,9 +278,21 @@ class Scheduler:
         for (request, epoch), decoded in zip(planned.decode, result.decoded, strict=True):
             if request.epoch == epoch:
                 self._commit_decode(request, decoded, plan.rows)
-        if self.policy is not None and plan.decode:
-            self.policy.observe(plan.rows, [d.accepted for d in result.decoded if not d.fault])
+        self._observe(plan, planned, result)
         self.stats.steps += 1
+
+    def _observe(self, plan: StepPlan, planned: _Planned, result: StepResult) -> None:
+        """Let the choices of g and of the draft's scale learn from a step."""
+        sound = [
+            (request, decoded.accepted)
+            for (request, _), decoded in zip(planned.decode, result.decoded, strict=True)
+            if not decoded.fault
+        ]
+        if self.policy is not None and plan.decode:
+            self.policy.observe(plan.rows, [accepted for _, accepted in sound])
+        if self.draft_scale is not None and plan.draft_scale:
+            noisy = [accepted for request, accepted in sound if request.params.temperature > 0]
+            self.draft_scale.observe(plan.draft_scale, plan.rows, noisy)
 
     def _commit_prefill(self, request: Request, chunk: PrefillChunk, token: int | None) -> None:
         if token is not None and token < 0:
@@ -313,7 +336,7 @@ class Scheduler:
         if reason is not None:
             self._finish(request, reason, ids, drafted=drafted, accepted=accepted)
             return
-        self._events.append(_event(request, ids, None, drafted, accepted))
+        self._events.append(progress(request, ids, None, drafted, accepted))
 
     def _finish(
         self,
@@ -330,7 +353,7 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._release(request)
-        event = _event(request, ids, reason, drafted, accepted)
+        event = progress(request, ids, reason, drafted, accepted)
         event.error = error
         self._events.append(event)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
@@ -369,27 +392,8 @@ class Scheduler:
         self.stats.pages_used = self.pool.used
         self.stats.pages_cached = self.pool.cached
         self.stats.policy = None if self.policy is None else self.policy.stats()
+        self.stats.scale = None if self.draft_scale is None else self.draft_scale.stats()
         return self.stats
 
 
 _NAN = "the model produced NaN logits for this request"
-
-
-def _event(
-    request: Request, ids: list[int], reason: FinishReason | None, drafted: int, accepted: int
-) -> TokenEvent:
-    event = TokenEvent(
-        request_id=request.request_id,
-        token_ids=ids,
-        finish_reason=reason,
-        drafted=drafted,
-        accepted=accepted,
-    )
-    if not request.reported_cached and request.cached is not None:
-        event.cached_tokens = request.cached
-        request.reported_cached = True
-    return event
-
-
-def _failure(request_id: str, error: str) -> TokenEvent:
-    return TokenEvent(request_id=request_id, finish_reason="error", error=error)

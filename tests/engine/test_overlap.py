@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from dflash_serve.scheduler.draft_scale import DraftScale
 from dflash_serve.scheduler.verify_length import Decision, VerifyLengthPolicy
 from tests.engine.cases import SAMPLINGS
 from tests.engine.harness import SHORT, Harness, engine_config
@@ -81,3 +82,16 @@ def test_verify_lengths_that_change_from_step_to_step_keep_the_ids(
     assert policy is not None
     assert policy.tokens_per_second.keys() == {1, 2, 3, 4, 6, 8}
     assert lengths == {1, 2, 3, 4, 6, 8}
+
+
+def test_a_draft_scale_that_is_fitted_keeps_the_ids(
+    harness: Harness, pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = itertools.cycle([0.5, 2.0, 1.0])
+    monkeypatch.setattr(DraftScale, "choose", lambda self: next(scales))
+    monkeypatch.setattr(DraftScale, "observe", lambda self, scale, rows, accepted: None)
+    submits = harness.submits("sampled", SHORT)
+    outcome = run(engine_config(pair, draft_scale="auto"), submits)
+    plain = harness.plain("qwen3")
+    assert outcome.ids == [plain[s.request_id][:SHORT] for s in submits]
+    assert outcome.stats.scale is not None

@@ -201,10 +201,15 @@ def test_rope_and_store_equals_torch(
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(64, 9, 3), (96, 3, 1), (128, 8, 2)], ids=str)
-def test_rope_and_store_without_norms(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_a_rotation_has_the_bits_of_separate_torch_operations(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     args = qkv_case(5, shape, dtype)
     args[1] = args[2] = None
-    check_qkv(args)
+    moved = [on_device(arg) for arg in args]
+    assert torch.equal(through_triton(rope_and_store, *moved).cpu(), rope_and_store(*args))
+    for mine, reference in zip(moved[7], args[7], strict=True):
+        assert torch.equal(mine.cpu(), reference)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

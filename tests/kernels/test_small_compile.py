@@ -67,7 +67,11 @@ def compile_all() -> dict[str, dict[str, int]]:
         source = ASTSource(self, types, constants, aligned)
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ptx = built.asm["ptx"]
-        facts[key] = {"shared": built.metadata.shared, "barriers": ptx.count("bar.sync")}
+        facts[key] = {
+            "shared": built.metadata.shared,
+            "barriers": ptx.count("bar.sync"),
+            "fused": ptx.count("fma.rn.bf16"),
+        }
 
     sizes = small_kernels.Sizes((16,), layers=1, page_table=40)
     run = mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch)
@@ -107,7 +111,14 @@ def test_the_sum_over_a_head_stays_within_a_warp(
     compiled_kernels: dict[str, dict[str, int]],
 ) -> None:
     heads = [f for key, f in compiled_kernels.items() if "_store" in key]
-    assert heads == [{"shared": 0, "barriers": 0}] * 4
+    assert len(heads) == 4
+    assert all(f["shared"] == f["barriers"] == 0 for f in heads)
+
+
+def test_no_product_loses_its_rounding_to_bf16_in_a_fused_sum(
+    compiled_kernels: dict[str, dict[str, int]],
+) -> None:
+    assert {key.split()[0] for key, f in compiled_kernels.items() if f["fused"]} == set()
 
 
 def test_every_case_of_the_timing_script_runs() -> None:

@@ -129,6 +129,7 @@ def reached(module: str) -> set[str]:
         "parallel.shard",
         "scheduler.acceptance",
         "scheduler.draft_scale",
+        "scheduler.events",
         "scheduler.limits",
         "scheduler.plan",
         "scheduler.request",

@@ -60,6 +60,7 @@ def store_context(
         HALF_BLOCK=half,
         HEADS=HEADS,
         num_warps=warps(half),
+        enable_fp_fusion=False,  # see `rotate`
     )
 
 

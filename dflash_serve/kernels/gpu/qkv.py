@@ -92,6 +92,7 @@ def rope_and_store(
         HEADS=HEADS,
         NORM=norm,
         num_warps=warps(half),
+        enable_fp_fusion=False,  # see `rotate`
     )
     return query
 
@@ -123,7 +124,9 @@ def rotate(first: tl.tensor, second: tl.tensor, cosine: tl.tensor, sine: tl.tens
     """Rotate heads given as two halves by float32 angles, all [H, half]; same types out.
 
     Cosine, sine and each product are rounded to the type of the heads, as the separate torch
-    operations do.
+    operations do. Kernels that call this are launched with enable_fp_fusion=False: the compiler
+    turns products that are rounded to bf16 into bf16 products, and would fuse these with the sum
+    that follows, leaving out their rounding.
     """
     a, b = first.to(tl.float32), second.to(tl.float32)
     c, s = cosine.to(first.dtype).to(tl.float32), sine.to(first.dtype).to(tl.float32)
