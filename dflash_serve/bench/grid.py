@@ -34,7 +34,7 @@ from dflash_serve.engine.runner import Runner
 from dflash_serve.parallel.group import Single
 from dflash_serve.scheduler.plan import SlotSetup, StepPlan
 
-__all__ = ["Cell", "bench_grid", "bench_presets", "grid_table"]
+__all__ = ["Cell", "GridBench", "bench_grid", "bench_presets", "grid_table"]
 
 _SECONDS = 1.0
 _STEPS = (20, 200)
@@ -94,7 +94,7 @@ def bench_grid(
             continue
         progress("loading " + ("plain decoding" if variant.draft is None else "the pair"))
         pair = load_sized_pair(variant, Single())
-        bench = _Bench(pair, Runner(pair, variant), machine)
+        bench = GridBench(pair, Runner(pair, variant), machine)
         for batch in batches:
             for context in contexts:
                 for rows in widths:
@@ -106,7 +106,7 @@ def bench_grid(
     return cells
 
 
-class _Bench:
+class GridBench:
     """One engine's runner, driven without a scheduler."""
 
     def __init__(self, pair: Pair, runner: Runner, machine: Machine) -> None:
