@@ -108,8 +108,8 @@ def main() -> None:
     busy = sum(time.microseconds for time in times)
     console.print(f"kernels {busy / 1e3:.3f} ms, between them {cell.device_ms - busy / 1e3:.3f} ms")
     if options.output is not None:
-        figures: dict[str, Any] = {"step_ms": cell.device_ms, "arguments": vars(options)}
-        figures["arguments"].pop("output")
+        asked = {name: v for name, v in vars(options).items() if name != "output"}
+        figures: dict[str, Any] = {"step_ms": cell.device_ms, "arguments": asked}
         figures["kernels"] = [dataclasses.asdict(time) for time in times]
         options.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -9,6 +9,7 @@ tokens per step and are marked as modelled.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -101,6 +102,7 @@ def bench_grid(
                     cells.append(bench.cell(batch, context, rows))
                     progress(_line(cells[-1]))
         del pair, bench
+        gc.collect()  # a runner and its graphs hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return cells

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView, attend
+from dflash_serve.kernels.embedding import embed_rows
 from dflash_serve.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from dflash_serve.kernels.qkv import rope_and_store
 from dflash_serve.model_config import TransformerConfig
@@ -177,16 +176,7 @@ class VocabEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """[T] ids → [T, H]."""
-        if self.group.size == 1:
-            return F.embedding(ids, self.weight)
-        local = ids - self.shard.first
-        mine = (local >= 0) & (local < self.shard.rows)
-        if self.shard.rows == 0:
-            rows = self.weight.new_zeros((ids.shape[0], self.weight.shape[1]))
-        else:
-            rows = F.embedding(local.clamp(0, self.shard.rows - 1), self.weight)
-            rows = torch.where(mine[:, None], rows, 0)
-        return self.group.all_reduce(rows)
+        return self.group.all_reduce(embed_rows(ids, self.weight, self.shard.first))
 
 
 class Head:
