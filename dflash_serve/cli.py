@@ -38,6 +38,10 @@ Draft = Annotated[str, typer.Option(help="Folder of the draft; 'none' for plain 
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
 DType = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
+AutoLength = Annotated[
+    str | None,
+    typer.Option(help="Rows verified per step, or 'auto'; the whole block if left out."),
+]
 VerifyLength = Annotated[
     int | None, typer.Option(min=1, help="Rows verified per step; the whole block if left out.")
 ]
@@ -87,6 +91,16 @@ def _numbers(name: str, text: str) -> list[float]:
     return values
 
 
+def _length(text: str | None) -> int | Literal["auto"] | None:
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ConfigError(f"--verify-length is {text!r}; give a whole number or 'auto'")
+    return int(text)
+
+
 @app.callback(invoke_without_command=True)
 def _top(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -130,7 +144,7 @@ def generate_command(
     tp: Tp = 1,
     device: Device = "auto",
     dtype: DType = "auto",
-    verify_length: VerifyLength = None,
+    verify_length: AutoLength = None,
     block_size: BlockSize = None,
 ) -> None:
     """Answer one prompt without Ray; prints tokens per step and the same without the draft."""
@@ -152,7 +166,7 @@ def generate_command(
         tp,
         device=device,
         dtype=dtype,
-        verify_length=verify_length,
+        verify_length=_length(verify_length),
         block_size=block_size,
         max_running=1,
     )

@@ -11,7 +11,7 @@ __all__ = ["embed_rows"]
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@triton.jit(do_not_specialize=["first", "rows"])  # type: ignore[untyped-decorator]
 def _embed(
     ids: tl.tensor,
     weight: tl.tensor,
