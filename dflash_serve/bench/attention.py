@@ -20,13 +20,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Merge, Mode, decode_attention
 from dflash_serve.kernels.gpu.prefill import PrefillTiles, prefill_attention
 
 __all__ = ["main"]
@@ -39,20 +39,30 @@ _REPLAYS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` requests of `rows` query rows whose last row sees `context` keys."""
+    """`batch` requests of `rows` query rows whose last row sees `context` keys.
+
+    Their page tables have room for `room` keys, if that is more.
+    """
 
     batch: int
     context: int
     rows: int
+    room: int = 0
+
+    @property
+    def table_width(self) -> int:
+        """Pages of a request that a table has room for."""
+        return -(-max(self.context, self.room) // _PAGE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a case is computed; `waves` scales the programs that share a request's splits."""
+    """How a case is computed; `programs` share the splits of a request and key head."""
 
     tiles: DecodeTiles | PrefillTiles
     mode: Mode | None = None
-    waves: float = 1.0
+    programs: int | None = None
+    merge: Merge = "launch"
 
     @property
     def name(self) -> str:
@@ -60,65 +70,105 @@ class Variant:
         t = self.tiles
         shape = f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
         if isinstance(t, PrefillTiles):
-            return shape
-        extra = (" dot" if t.sum_by_dot else "") + ("" if t.evict_first else " keep")
-        return f"{self.mode:5} {shape}{extra}" + (f" x{self.waves:g}" if self.waves != 1 else "")
+            return shape + (f" r{t.registers}" if t.registers else "")
+        extra = (" dot" if t.sum_by_dot else "") + (" one" if t.one_loop else "")
+        extra += (f" f{t.fine}" if t.fine != 128 else "") + (
+            f" c{t.coarse}" if t.coarse != 1024 else ""
+        )
+        extra += " last" if self.merge == "last" else ""
+        return f"{self.mode:5} {shape}{extra}" + (f" p{self.programs}" if self.programs else "")
 
 
-_DECODE = [
-    Case(1, 1024, 16),
-    Case(1, 1024, 1),
-    Case(8, 1024, 16),
-    Case(8, 1024, 1),
-    Case(32, 1024, 16),
-    Case(32, 1024, 1),
-    Case(128, 1024, 16),
-    Case(128, 1024, 1),
-    Case(8, 32768, 16),
-    Case(32, 8192, 16),
-    Case(1, 32768, 1),
-]
-_PREFILL = [Case(8, 1024, 1024), Case(1, 8192, 8192)]
-_TOY_DECODE = [Case(1, 96, 2), Case(2, 64, 1)]
-_TOY_PREFILL = [Case(2, 40, 40)]
+Section = Literal["small", "large", "long", "prefill"]
+_CASES: dict[Section, list[Case]] = {
+    "small": [
+        Case(1, 1024, 16),
+        Case(1, 1024, 1),
+        Case(8, 1024, 16),
+        Case(8, 1024, 1),
+        Case(1, 1024, 16, 40960),
+        Case(1, 1024, 1, 40960),
+    ],
+    "large": [
+        Case(32, 1024, 16),
+        Case(32, 1024, 1),
+        Case(128, 1024, 16),
+        Case(128, 1024, 1),
+        Case(32, 8192, 16),
+    ],
+    "long": [Case(8, 32768, 16), Case(1, 32768, 16), Case(1, 32768, 1)],
+    "prefill": [Case(8, 1024, 1024), Case(1, 8192, 8192)],
+}
+_TOY: dict[Section, list[Case]] = {
+    "small": [Case(1, 96, 2), Case(2, 64, 1, 160)],
+    "prefill": [Case(2, 40, 40)],
+}
 
-_TILES = [
-    DecodeTiles(64, 64, 128, 4, 3),
-    DecodeTiles(64, 64, 128, 4, 2),
-    DecodeTiles(64, 64, 128, 4, 5),
-    DecodeTiles(64, 128, 128, 4, 2),
-    DecodeTiles(64, 32, 128, 4, 3),
-    DecodeTiles(64, 32, 128, 4, 5),
+_TILE = DecodeTiles(64, 64, 128, 4, 3)
+_DOT_TILES = [
+    DecodeTiles(64, 64, 128, 4, 2, sum_by_dot=True),
     DecodeTiles(64, 64, 128, 4, 3, sum_by_dot=True),
-    DecodeTiles(64, 64, 128, 4, 3, evict_first=False),
+    DecodeTiles(64, 32, 128, 4, 5, sum_by_dot=True),
 ]
 _FEW_ROW_TILES = [
-    DecodeTiles(16, 32, 128, 1, 3, sum_by_dot=True),
+    DecodeTiles(16, 64, 128, 1, 3, sum_by_dot=True),
+    DecodeTiles(16, 64, 128, 2, 3, sum_by_dot=True),
     DecodeTiles(16, 64, 128, 4, 3, sum_by_dot=True),
-    DecodeTiles(32, 32, 128, 2, 3, sum_by_dot=True),
+    DecodeTiles(16, 64, 128, 1, 3),
+    DecodeTiles(16, 32, 128, 1, 3, sum_by_dot=True),
+    DecodeTiles(16, 32, 128, 1, 5, sum_by_dot=True),
 ]
 _PREFILL_TILES = [
     PrefillTiles(128, 128, 128, 8, 2),
+    PrefillTiles(128, 128, 128, 8, 3),
     PrefillTiles(128, 64, 128, 8, 3),
-    PrefillTiles(128, 64, 128, 8, 2),
+    PrefillTiles(128, 64, 128, 8, 2, 128),
     PrefillTiles(64, 64, 128, 4, 3),
+    PrefillTiles(64, 64, 128, 4, 2),
     PrefillTiles(64, 128, 128, 4, 2),
 ]
 
 
+def _with(**changes: Any) -> DecodeTiles:
+    return dataclasses.replace(_TILE, **changes)
+
+
 def variants(case: Case) -> Iterator[Variant]:
     """The sweep of one case, the default first."""
+    few = case.rows * (_HEADS // _KV_HEADS) <= 16
     if case.rows > 16:
         yield from (Variant(tiles) for tiles in _PREFILL_TILES)
-        return
-    programs = case.batch * _KV_HEADS
-    modes: list[Mode] = ["split", "whole"] if programs < 132 else ["whole", "split"]
-    for tiles in _TILES + (_FEW_ROW_TILES if case.rows == 1 else []):
-        yield Variant(tiles, modes[0])
-    if programs < 2048 and case.context < 32768:
-        yield Variant(_TILES[0], modes[1])
-    if modes[0] == "split":
-        yield from (Variant(_TILES[0], "split", waves) for waves in (0.5, 2.0))
+    elif case.batch * _KV_HEADS >= 132:
+        changes: list[dict[str, Any]] = [
+            {},
+            {"one_loop": True},
+            {"fine": 256},
+            {"fine": 256, "one_loop": True},
+            {"stages": 2},
+            {"stages": 5},
+        ]
+        tiles = [_with(**change) for change in changes] + _DOT_TILES
+        yield from (Variant(t, "whole") for t in tiles + (_FEW_ROW_TILES if few else []))
+    elif case.context > 8192:
+        yield Variant(_TILE, "split")
+        for coarse in (1024, 2048, 4096):
+            for programs in (4, 8, 16) if case.batch > 1 else (16, 32, 64):
+                yield Variant(_with(coarse=coarse), "split", programs)
+        yield Variant(_with(stages=5), "split")
+        yield Variant(_with(stages=2), "split")
+        yield Variant(_TILE, "split", merge="last")
+    else:
+        for fine in (128, 64, 256):
+            for merge in _MERGES:
+                yield Variant(_with(fine=fine), "split", merge=merge)
+        yield Variant(_with(stages=2), "split")
+        yield Variant(_with(stages=5), "split")
+        yield Variant(_with(key_tile=32, stages=5), "split")
+        yield Variant(_TILE, "split", 4)
+        yield from (Variant(t, "split") for t in _DOT_TILES + (_FEW_ROW_TILES if few else []))
+
+
+_MERGES: tuple[Merge, ...] = ("launch", "last")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +178,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     layers: int
-    decode: list[Case]
-    prefill: list[Case]
-
-    @property
-    def cases(self) -> list[Case]:
-        """All of them."""
-        return self.decode + self.prefill
+    cases: list[Case]
 
     def pool(self) -> Tensor:
         """[layers, 2, pages, page_size, kv_heads, head_dim] for the largest case."""
@@ -151,6 +195,7 @@ class Setting:
         order = torch.randperm(pages - 1, device=self.device)[: case.batch * width] + 1
         start = torch.full((case.batch,), case.context - case.rows, device=self.device)
         table = order.view(case.batch, width)
+        table = torch.nn.functional.pad(table, (0, case.table_width - width))
         return AttentionView(table, start, case.rows, case.context, _PAGE, True)
 
 
@@ -158,26 +203,28 @@ def call(case: Case, variant: Variant, query: Tensor, pages: Tensor, view: Atten
     """Attention of one layer; pages [2, ...]."""
     if isinstance(variant.tiles, PrefillTiles):
         return prefill_attention(query, pages[0], pages[1], view, tiles=variant.tiles)
-    programs = None  # what the kernel chooses by itself
-    if variant.waves != 1.0:
-        programs = max(1, round(variant.waves * 264 / (case.batch * _KV_HEADS)))
     return decode_attention(
-        query, pages[0], pages[1], view, tiles=variant.tiles, mode=variant.mode, programs=programs
+        query,
+        pages[0],
+        pages[1],
+        view,
+        tiles=variant.tiles,
+        mode=variant.mode,
+        programs=variant.programs,
+        merge=variant.merge,
     )
 
 
 def compile_variant(case: Case, variant: Variant) -> str | None:
     """Put a variant's kernels into Triton's cache on disk; the error's first line, if any."""
     device = torch.device("cuda")
-    small = Case(1, case.context, case.rows)
     pages = torch.zeros((2, 4, _PAGE, _KV_HEADS, _HEAD_DIM), dtype=torch.bfloat16, device=device)
-    width = -(-case.context // _PAGE)
-    table = torch.zeros((1, width), dtype=torch.int64, device=device)
+    table = torch.zeros((1, case.table_width), dtype=torch.int64, device=device)
     start = torch.zeros((1,), dtype=torch.int64, device=device)
     view = AttentionView(table, start, case.rows, case.context, _PAGE, True)
     query = torch.zeros((1, case.rows, _HEADS, _HEAD_DIM), dtype=torch.bfloat16, device=device)
     try:
-        call(small, variant, query, pages, view)
+        call(case, variant, query, pages, view)
         torch.cuda.synchronize()
     except Exception as error:  # whatever a compiler may raise; the sweep goes on
         return _line(error)
@@ -186,11 +233,11 @@ def compile_variant(case: Case, variant: Variant) -> str | None:
 
 def compile_all(cases: list[Case], budget_s: float) -> None:
     """Compile every distinct variant in processes of their own."""
-    jobs: dict[tuple[object, object, bool], tuple[Case, Variant]] = {}
+    jobs: dict[tuple[object, ...], tuple[Case, Variant]] = {}
     for case in cases:
         for variant in variants(case):
-            aligned = -(-case.context // _PAGE) % 16 == 0  # a different kernel otherwise
-            jobs.setdefault((variant.tiles, variant.mode, aligned), (case, variant))
+            aligned = case.table_width % 16 == 0  # a different kernel otherwise
+            jobs.setdefault((variant.tiles, variant.mode, variant.merge, aligned), (case, variant))
     workers = max(1, min(len(jobs), 12, (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
@@ -263,7 +310,8 @@ def _line(error: Exception) -> str:
 
 def show(row: dict[str, Any]) -> None:
     """Print a row of the table."""
-    head = f"{row['batch']:4} x {row['context']:6} g{row['rows']:<5} {row['variant']:28}"
+    room = f" of {row['room']}" if row["room"] else ""
+    head = f"{row['batch']:4} x {row['context']:6}{room} g{row['rows']:<5} {row['variant']:34}"
     if "error" in row:
         print(f"{head} {row['error']}", flush=True)
         return
@@ -276,38 +324,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--budget-s", type=float, default=90.0, help="stop starting work after")
-    parser.add_argument("--only", choices=["decode", "prefill"], help="one half of the cases")
+    parser.add_argument("--only", choices=[*_CASES, "chain"], help="one section of the cases")
     parser.add_argument("--quick", action="store_true", help="the first variant of each case only")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
     options = parser.parse_args()
-    if options.cpu_check:
-        setting = Setting(torch.device("cpu"), torch.float32, 2, _TOY_DECODE, _TOY_PREFILL)
-    else:
-        device = torch.device("cuda")
-        setting = Setting(device, torch.bfloat16, _LAYERS, _DECODE, _PREFILL)
-    if options.only == "decode":
-        setting = dataclasses.replace(setting, prefill=[])
-    elif options.only == "prefill":
-        setting = dataclasses.replace(setting, decode=[])
     began = time.perf_counter()
-    if not options.cpu_check and not options.quick:
-        compile_all(setting.cases, options.budget_s / 2)
+    device = torch.device("cpu" if options.cpu_check else "cuda")
+    rows: list[dict[str, Any]] = []
+    if options.only != "chain":
+        sections = _TOY if options.cpu_check else _CASES
+        cases = [
+            c for name, cases in sections.items() if options.only in (None, name) for c in cases
+        ]
+        dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
+        if cases:
+            rows += sweep(
+                Setting(device, dtype, layers, cases), options.budget_s, quick=options.quick
+            )
+    if options.only in (None, "chain"):
+        from dflash_serve.bench import attention_chain
+
+        for row in attention_chain.run(device, began + options.budget_s):
+            rows.append(row)
+    print(f"{time.perf_counter() - began:.0f} s")
+    if options.output:
+        result = {"layers": _LAYERS, "read_tb_s": _READ_TB_S, "rows": rows}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def sweep(setting: Setting, budget_s: float, *, quick: bool) -> list[dict[str, Any]]:
+    """All variants of all cases; what does not fit into the time is left out."""
+    began = time.perf_counter()
+    toy = setting.device.type != "cuda"
+    if not toy and not quick:
+        compile_all(setting.cases, budget_s / 2)
     pool = setting.pool()
     rows, skipped = [], 0
-    limit = 1 if options.quick else 2 if options.cpu_check else 99
     for case in setting.cases:
-        for index, variant in enumerate(variants(case)):
-            if index >= limit:
-                break
-            if index and time.perf_counter() - began > options.budget_s:
+        for variant in itertools.islice(variants(case), 1 if quick else 2 if toy else 99):
+            if time.perf_counter() - began > budget_s:
                 skipped += 1
                 continue
             rows.append(measure(setting, case, variant, pool))
             show(rows[-1])
-    print(f"{time.perf_counter() - began:.0f} s, {skipped} variants skipped for time")
-    if options.output:
-        result = {"layers": setting.layers, "read_tb_s": _READ_TB_S, "rows": rows}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if skipped:
+        print(f"{skipped} variants skipped for time")
+    return rows
 
 
 if __name__ == "__main__":

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from dflash_serve.bench.product_jobs import Job
-from dflash_serve.kernels.gpu.tiles import Fold
+from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Fold
 
-__all__ = ["Result", "report", "table"]
+__all__ = ["Result", "best_parts", "report", "summary", "table"]
 
 _READ = 4.2e12  # bytes/s and operations/s that one H200 reaches
 _FLOPS = 790e12
+_LAYER = ("qkv", "o", "gate_up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Result:
             "rows": job.rows,
             "variant": job.label,
             "tile": None if job.tile is None else dataclasses.astuple(job.tile),
+            "parts": _parts(self),
             "fold": job.fold,
             "large": job.large,
             "us": self.ms * 1e3,
@@ -77,11 +80,79 @@ def report(results: list[Result], shown: int = 4) -> None:
             print(result.line())
         for fold in sorted({r.job.fold for r in own} - {r.job.fold for r in own[:shown]}):
             print(next(r for r in own if r.job.fold == fold).line())
+        for parts in sorted({_parts(r) for r in own} - {_parts(r) for r in own[:shown]}):
+            print(next(r for r in own if _parts(r) == parts).line())
+
+
+def _parts(result: Result) -> int:
+    return 0 if result.job.tile is None else result.job.tile.parts
+
+
+def best_parts(results: list[Result]) -> dict[str, int]:
+    """By shape the number of parts with the least time, relative to the library's, over all rows.
+
+    A shape has one number of parts for all row counts; only numbers that were measured at every
+    row count can win.
+    """
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(r.job.shape.name for r in results):
+        best: dict[int, dict[int, float]] = {}
+        library: dict[int, float] = {}
+        for result in (r for r in results if r.job.shape.name == name):
+            rows, parts = result.job.rows, _parts(result)
+            if parts == 0:
+                library[rows] = result.ms
+                continue
+            times = best.setdefault(parts, {})
+            times[rows] = min(times.get(rows, result.ms), result.ms)
+        sums = {
+            parts: sum(ms / library[rows] for rows, ms in times.items())
+            for parts, times in best.items()
+            if times.keys() == library.keys()
+        }
+        if sums:
+            found[name] = min(sums, key=lambda parts: sums[parts])
+    return found
+
+
+def chosen_times(results: list[Result]) -> dict[tuple[str, int], tuple[float, float]]:
+    """ms of the library and of the best tile in the chosen number of parts, by shape and rows."""
+    parts = best_parts(results)
+    found: dict[tuple[str, int], tuple[float, float]] = {}
+    for result in results:
+        name, rows = result.job.shape.name, result.job.rows
+        library, own = found.get((name, rows), (math.inf, math.inf))
+        if result.job.tile is None:
+            library = result.ms
+        elif _parts(result) == parts.get(name):
+            own = min(own, result.ms)
+        found[name, rows] = library, own
+    return found
+
+
+def summary(results: list[Result]) -> str:
+    """Time of a layer's four products, and the shapes whose own product wins at most rows."""
+    times = chosen_times(results)
+    lines = [f"fastest number of parts: {best_parts(results)}"]
+    for rows in dict.fromkeys(r.job.rows for r in results):
+        layer = [times.get((name, rows), (math.inf, math.inf)) for name in _LAYER]
+        library, own = (sum(column) * 1e3 for column in zip(*layer, strict=True))
+        lines.append(f"a layer at {rows} rows: library {library:.1f} us, own {own:.1f} us")
+    faster = {
+        (r.job.shape.columns, r.job.shape.depth)
+        for r in results
+        if r.job.rows == INVARIANT_ROWS
+        for library, own in [times[r.job.shape.name, r.job.rows]]
+        if own < library
+    }
+    lines.append(f"OWN_FASTER = frozenset({sorted(faster)})")
+    return "\n".join(lines)
 
 
 def table(results: list[Result], folds: tuple[Fold, ...]) -> str:
     """Best tiles as text for `gpu/tiles.py`, and the best time of every fold."""
     lines = []
+    chosen = best_parts(results)
     for title, gated in (("TILES", False), ("GATED_TILES", True)):
         entries: dict[tuple[int, int], dict[int, Result]] = {}
         for result in results:
@@ -92,6 +163,7 @@ def table(results: list[Result], folds: tuple[Fold, ...]) -> str:
                 not tuned
                 or (job.shape.kind == "gated") != gated
                 or (normed and job.fold not in folds)
+                or _parts(result) != chosen.get(job.shape.name, 1)
             ):
                 continue
             best = entries.setdefault((job.shape.columns, job.shape.depth), {})
@@ -100,7 +172,7 @@ def table(results: list[Result], folds: tuple[Fold, ...]) -> str:
         lines.append(f"{title} = _measured({{")
         for key, best in entries.items():
             inner = ", ".join(
-                f"{rows}: {dataclasses.astuple(r.job.tile)}"
+                f"{rows}: {r.job.numbers}"
                 for rows, r in sorted(best.items())
                 if r.job.tile is not None
             )

@@ -2,6 +2,9 @@
 
     python -m dflash_serve.bench.products --part decode --output products.json
 
+Parts: the product of few rows (decode), the same with K in parts and through the copy engine
+(decode2), of many rows (large), and what float32 logits cost beside short ones (logits).
+
 Every figure is the median over replays of one CUDA graph that multiplies by every layer's weight
 in turn, all of them resident: no weight is still in L2 when its turn comes again.
 """
@@ -24,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.bench.product_jobs import SHAPES, TOYS, Job, Shape, jobs_of
-from dflash_serve.bench.product_report import Result, report, table
+from dflash_serve.bench.product_jobs import LOGITS, SHAPES, TOYS, Job, Shape, jobs_of, toy
+from dflash_serve.bench.product_report import Result, report, summary, table
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear as few
 from dflash_serve.kernels.gpu import linear_large as many
@@ -35,6 +38,13 @@ __all__ = ["Inputs", "compile_ahead", "main", "measure", "milliseconds", "random
 
 _EPS = 1e-6
 _REPLAYS = 12
+_PARTS = ("decode", "decode2", "large", "logits")
+_USUAL_ROWS = {
+    "decode": (16, 1, 128, 64),
+    "decode2": (128, 16, 64, 32),
+    "large": (2048, 512, 256, 1024, 8192),
+    "logits": (512, 2048),
+}
 
 
 class Inputs:
@@ -208,7 +218,7 @@ def measure(
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write what the flags ask for."""
     parser = argparse.ArgumentParser(description="Tiles of the matrix products, timed.")
-    parser.add_argument("--part", choices=("decode", "large"), default="decode")
+    parser.add_argument("--part", choices=_PARTS, default="decode")
     parser.add_argument("--shapes", nargs="*", default=[], help="some of the shapes, by name")
     parser.add_argument("--rows", nargs="*", type=int, default=[])
     parser.add_argument("--budget-s", type=float, default=85.0, help="start nothing after this")
@@ -219,20 +229,26 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cpu" if given.cpu_check else "cuda"
     shapes = TOYS if given.cpu_check else SHAPES
     shapes = tuple(s for s in shapes if not given.shapes or s.name in given.shapes)
-    usual = (16, 1, 128, 64) if given.part == "decode" else (2048, 512, 256, 1024, 8192)
-    if given.part == "decode" and max(given.rows, default=0) > INVARIANT_ROWS:
-        parser.error(f"--part decode takes at most {INVARIANT_ROWS} rows; use --part large")
-    jobs = jobs_of(given.part, shapes, given.rows or usual, given.cpu_check)
+    few_rows = given.part in ("decode", "decode2")
+    if given.part == "logits":
+        heads = (*(s for s in SHAPES if s.kind == "head"), LOGITS)
+        shapes = tuple(toy(s) for s in heads) if given.cpu_check else heads
+    if few_rows and max(given.rows, default=0) > INVARIANT_ROWS:
+        parser.error(f"--part {given.part} takes at most {INVARIANT_ROWS} rows; use --part large")
+    jobs = jobs_of(given.part, shapes, given.rows or _USUAL_ROWS[given.part], given.cpu_check)
     failed = set() if given.cpu_check else compile_ahead(jobs, deadline)
     print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
     results = measure(jobs, device, failed, deadline)
     report(results)
     tables: dict[str, str] = {}
-    if given.part == "decode":
+    if few_rows:
         tables = {
             "rstd_or_apart": table(results, ("rstd", "apart")),
             "loop": table(results, ("loop",)),
         }
+    if given.part == "decode2":
+        print(f"\n{summary(results)}")
+        tables.pop("loop")
     for title, text in tables.items():
         print(f"\n# norm: {title}\n{text}")
     if given.output is not None:

@@ -22,6 +22,7 @@ from dflash_serve.engine.checks import (
 )
 from dflash_serve.errors import CheckpointError
 from dflash_serve.kernels.attention import check_heads, check_page_size
+from dflash_serve.kernels.linear import set_row_invariant
 from dflash_serve.log import get_logger
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.decoder import DenseDecoder
@@ -120,6 +121,8 @@ def load_pair(
     """
     began = time.monotonic()
     settings, device, dtype = prepare(config, group.rank)
+    if device.type == "cuda":
+        set_row_invariant(config.row_invariant)
     target, target_plan, draft, draft_plan = _declare(settings, group, dtype, device)
     if config.load_format == "dummy":
         logger.warning("the weights are random (load_format 'dummy'); the output means nothing")

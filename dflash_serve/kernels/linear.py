@@ -12,9 +12,17 @@ from torch import Tensor
 
 from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.gated_mlp import silu_mul
+from dflash_serve.kernels.gpu.linear_policy import set_row_invariant
 from dflash_serve.kernels.norm import rms_norm
 
-__all__ = ["FEW_ROWS", "linear", "linear_add", "norm_gated", "norm_linear"]
+__all__ = [
+    "FEW_ROWS",
+    "linear",
+    "linear_add",
+    "norm_gated",
+    "norm_linear",
+    "set_row_invariant",
+]
 
 FEW_ROWS = 32
 """Up to this many rows a float32 CPU product is bound by reading the weight."""

@@ -106,7 +106,8 @@ class Attention:
             pages,
             self.num_heads,
         )
-        out = attend(query.view(-1, batch.rows, self.num_heads, self.head_dim), *pages, view)
+        query = query.view(-1, batch.rows, self.num_heads, self.head_dim)
+        out = attend(query, *pages, view, prefetch=self.o)
         return add_product(stream, out.reshape(stream.shape[0], -1), self.o, self.group)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.attention import attend, check_heads, check_page_size
 from dflash_serve.kernels.gpu.attention import (
     FEW_ROWS,
-    DecodeTiles,
     Mode,
     decode_attention,
     decode_tiles,
 )
-from dflash_serve.kernels.gpu.attention_tiles import split_count
+from dflash_serve.kernels.gpu.attention_splits import split_count
 from tests.kernels.paging import DEVICE, DTYPE, DTYPES, TOLERANCE, Case, kernels, paged
 
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -27,10 +27,12 @@ each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def decode(case: Case, mode: Mode | None = None, programs: int | None = None) -> Tensor:
+def decode(
+    case: Case, mode: Mode | None = None, programs: int | None = None, **options: Any
+) -> Tensor:
     with kernels():
         return decode_attention(
-            case.query, case.keys, case.values, case.view, mode=mode, programs=programs
+            case.query, case.keys, case.values, case.view, mode=mode, programs=programs, **options
         )
 
 
@@ -145,101 +147,6 @@ def test_pages_are_read_in_place_from_one_layer_of_the_pool() -> None:
     assert run(case).isfinite().all()
 
 
-# -- bits ---------------------------------------------------------------------------------------
-
-
-@each_type
-@pytest.mark.parametrize("window", [None, 150])
-def test_both_modes_and_any_number_of_programs_give_the_same_bits(
-    window: int | None, dtype: torch.dtype
-) -> None:
-    case = paged([800, 300], 3, heads=2, kv_heads=1, window=window, dtype=dtype)
-    expected = decode(case, "whole")
-    for programs in (1, 3, 100):
-        assert torch.equal(decode(case, "split", programs), expected)
-
-
-BIT_SHAPES = [
-    (32, 8, 128, None),
-    (32, 8, 128, 200),
-    (64, 8, 128, None),
-    (9, 3, 64, None),
-    (12, 2, 96, None),
-    (8, 4, 256, None),
-    (4, 2, 512, None),
-]
-
-
-@pytest.mark.gpu
-@each_mode
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), BIT_SHAPES)
-def test_a_row_has_the_same_bits_alone_and_in_a_block(
-    heads: int, kv_heads: int, head_dim: int, window: int | None, mode: Mode
-) -> None:
-    for start in (0, 57, 250, 1015, 2040, 2999):
-        case = paged(
-            [start],
-            FEW_ROWS,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
-        )
-        block = decode(case, mode)
-        for first, count in ((0, 1), (1, 1), (9, 1), (31, 1), (0, 16), (3, 7), (5, 2)):
-            part = decode(case.with_rows(first, count), mode)
-            assert torch.equal(part[0], block[0, first : first + count]), (start, first, count)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_request_has_the_same_bits_in_any_batch(rows: int) -> None:
-    starts = [(37 * i) % 3000 for i in range(512)]
-    whole = paged(starts, rows, heads=8, kv_heads=2, head_dim=128)
-    expected = run(whole)
-    for count in (1, 2, 16, 64, 65, 66, 128, 129):
-        view = dataclasses.replace(
-            whole.view, page_table=whole.view.page_table[:count], start=whole.view.start[:count]
-        )
-        some = dataclasses.replace(whole, query=whole.query[:count], view=view)
-        assert torch.equal(run(some), expected[:count]), count
-
-
-@pytest.mark.gpu
-def test_a_captured_step_follows_lengths_and_pages_on_the_device() -> None:
-    cases = [paged([s, 5], 4, heads=8, head_dim=128) for s in (700, 690)]
-    case = cases[0]
-    run(case)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(case)
-    for other in cases:
-        case.view.start.copy_(other.view.start)
-        case.view.page_table.copy_(other.view.page_table)
-        case.keys.copy_(other.keys)
-        case.values.copy_(other.values)
-        graph.replay()
-        assert torch.equal(out, run(other))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        DecodeTiles(16, 32, 128, warps=1, sum_by_dot=True),
-        DecodeTiles(16, 32, 128, sum_by_dot=True),
-        DecodeTiles(32, 32, 128, warps=2, sum_by_dot=True),
-        DecodeTiles(128, 32, 128, warps=8, sum_by_dot=True),
-    ],
-    ids=lambda tiles: f"{tiles.row_tile} rows {tiles.warps} warps",
-)
-def test_sums_through_the_dot_product_do_not_depend_on_the_row_tile(tiles: DecodeTiles) -> None:
-    case = paged([1500, 300], 16, heads=8, head_dim=128)
-    args = case.query, case.keys, case.values, case.view
-    expected = decode_attention(*args, tiles=DecodeTiles(64, 32, 128, sum_by_dot=True))
-    assert torch.equal(decode_attention(*args, tiles=tiles), expected)
-
-
 # -- many rows ----------------------------------------------------------------------------------
 
 
@@ -281,24 +188,6 @@ def test_long_prompts_equal_torch(rows: list[int]) -> None:
     assert_equals_reference(run(case), case)
 
 
-@pytest.mark.gpu
-def test_a_prompt_has_the_same_bits_alone_in_chunks_and_among_others() -> None:
-    case = paged([300, 11, 0], [512, 40, 129], heads=8, head_dim=128)
-    together = run(case)[:512]
-    view = dataclasses.replace(
-        case.view,
-        page_table=case.view.page_table[:1],
-        start=case.view.start[:1],
-        row_starts=None,
-        rows=512,
-    )
-    alone = dataclasses.replace(case, query=case.query[None, :512], view=view)
-    assert torch.equal(run(alone)[0], together)
-    for first, count in ((0, 64), (64, 129), (193, 319)):
-        part = run(alone.with_rows(first, count))
-        assert torch.equal(part[0], together[first : first + count])
-
-
 # -- reference and refusals ---------------------------------------------------------------------
 
 
@@ -334,9 +223,19 @@ def test_the_reference_takes_each_request_of_a_ragged_view_on_its_own() -> None:
         assert (out[first : first + count] - alone[0]).abs().max() < 1e-6
 
 
-def test_split_counts_follow_the_tiers_of_split_sizes() -> None:
-    lengths = [1, 256, 257, 2048, 2049, 2560, 2561, 8192, 8193, 9216, 9217]
-    assert [split_count(n) for n in lengths] == [1, 1, 2, 8, 9, 9, 10, 20, 21, 21, 22]
+@pytest.mark.parametrize(
+    ("fine", "coarse", "expected"),
+    [
+        (64, 1024, [1, 4, 5, 16, 17, 20, 21, 32, 33, 34]),
+        (128, 2048, [1, 2, 3, 8, 9, 12, 13, 24, 25, 25]),
+        (256, 4096, [1, 1, 2, 4, 5, 8, 9, 20, 21, 21]),
+    ],
+)
+def test_split_counts_follow_the_tiers_of_split_sizes(
+    fine: int, coarse: int, expected: list[int]
+) -> None:
+    lengths = [1, 256, 257, 1024, 1025, 2048, 2049, 8192, 8193, 9217]
+    assert [split_count(n, fine, coarse) for n in lengths] == expected
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 4, 12, 24, 48])

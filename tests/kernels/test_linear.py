@@ -5,7 +5,6 @@ Without a GPU the kernels run in Triton's interpreter, in float32 and at small s
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,85 +13,32 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels import linear as reference
-from dflash_serve.kernels.backend import interpreted
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear as gpu
 from dflash_serve.kernels.gpu import linear_large, tiles
 from dflash_serve.kernels.gpu.tiles import Fold, Tile
 from dflash_serve.kernels.norm import rms_norm
+from tests.kernels.linear_cases import CUDA, EPS, QWEN, TYPES, Case, close, rand, through_triton
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-EPS = 1e-6
 FOLDS: tuple[Fold, ...] = ("rstd", "apart", "loop")
-TYPES = [torch.float32] + [torch.bfloat16] * CUDA
-
 # (rows, N, K): one row, rows short of a tile, widths and depths that are no multiple of a tile,
 # more rows than the fused products take.
 SHAPES = [(1, 48, 64), (5, 130, 576), (16, 64, 96), (33, 70, 40), (129, 34, 64)]
 if CUDA:
     SHAPES += [(1, 6144, 4096), (16, 4096, 12288), (100, 151936 // 8, 4096), (257, 1000, 576)]
 
-# Every product of a Qwen3-8B step: (N, K).
-QWEN = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (24576, 4096),
-    "down": (4096, 12288),
-    "head": (151936, 4096),
-    "fc": (4096, 20480),
-    "draft_kv": (10240, 4096),
-}
 COUNTS = (1, 2, 5, 16, 17, 32, 64, 100, 128)
 
 
 @pytest.fixture(autouse=True)
 def _kernels() -> Iterator[None]:
-    """Every call below goes through Triton; float32 products of the reference keep all bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with contextlib.nullcontext() if CUDA else interpreted():
+    with through_triton():
         yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
 def _columns_first(x: Tensor) -> Tensor:
     """The same values in Fortran order."""
     return x.t().contiguous().t()
-
-
-class Case:
-    """Inputs of every product, and its result in float64 from the same rounded inputs."""
-
-    def __init__(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
-        self.x = rand(rows, depth, seed=1, dtype=dtype)
-        self.weight = (rand(columns, depth, seed=2) / depth**0.5).to(dtype)
-        self.norm = (rand(depth, seed=3).abs() + 0.5).to(dtype)
-        self.residual = rand(rows, columns, seed=4, dtype=dtype)
-
-    def plain(self) -> Tensor:
-        return self.x.double() @ self.weight.double().T
-
-    def normed(self) -> Tensor:
-        h = self.x.double()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * self.norm.double()
-        return h @ self.weight.double().T
-
-    def gated(self) -> Tensor:
-        gate, up = self.normed().chunk(2, dim=-1)
-        return gate * torch.sigmoid(gate) * up
-
-
-def close(out: Tensor, expected: Tensor, scale: float = 1.0) -> bool:
-    """Within rounding: of the sum in float32, of the inputs and intermediates in bfloat16."""
-    bound = 1e-4 if out.dtype == torch.float32 else 2e-2
-    difference = (out.double() - expected).abs()
-    return bool((difference <= scale * bound * (1 + expected.abs())).all())
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -157,9 +103,9 @@ def test_float32_can_be_asked_for(rows: int) -> None:
         assert close(out, case.plain())
 
 
-@pytest.mark.parametrize("kind", ["library", "triton"])
-def test_both_products_of_many_rows_agree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MANY_ROWS", kind)
+@pytest.mark.parametrize("library", [True, False], ids=["library", "own"])
+def test_both_products_of_many_rows_agree(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_library", lambda x, weight, gated=False: library or gated)
     for dtype in TYPES:
         case = Case(150, 72, 136, dtype)
         x, weight, norm, residual = case.x, case.weight, case.norm, case.residual
@@ -309,10 +255,10 @@ def test_the_bits_of_a_row_do_not_depend_on_the_tile(name: str, fold: Fold) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qkv", "gate_up", "down"])
-def test_the_large_product_has_the_bits_of_the_small_one(name: str) -> None:
+def test_the_large_product_has_the_bits_of_the_small_one_in_one_part(name: str) -> None:
     """At 1, 128, 129, 257 and 512 rows in bfloat16."""
     case = Case(512, *QWEN[name], torch.bfloat16)
-    few = reference.linear(case.x[:128], case.weight)
+    few = gpu.product(case.x[:128], case.weight, Tile(64, 64, 128, 4, 4))
     for tile in (Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)):
         for rows in (1, 128, 129, 257, 512):
             out = linear_large.product(case.x[:rows], case.weight, tile)
@@ -324,8 +270,14 @@ def test_products_can_be_captured_in_a_graph() -> None:
     case = Case(16, 4096, 4096, torch.bfloat16)
     x, weight, norm = case.x, case.weight, case.norm
 
-    def work() -> tuple[Tensor, Tensor]:
-        return reference.norm_linear(x, norm, EPS, weight), linear_large.product(x, weight)
+    tile = Tile(16, 64, 128, 4, 4, 4, "spread")
+
+    def work() -> tuple[Tensor, ...]:
+        return (
+            reference.norm_linear(x, norm, EPS, weight),
+            linear_large.product(x, weight),
+            gpu.product(x, weight, tile),
+        )
 
     work()
     graph = torch.cuda.CUDAGraph()

@@ -7,35 +7,38 @@ depend on its own query, its position and its keys only: not on R, on the batch,
 other requests, on the number of programs, nor on which of two modes runs:
 
     whole   one program per (request, key head, row tile) merges its splits in registers.
-    split   several programs share the splits of one, and a second kernel merges their results.
+    split   several programs share the splits of one; a second kernel merges their results, or the
+            program that finishes last does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention_tiles import (
-    attend_keys,
-    fresh,
-    load_query,
-    merge,
-    row_tokens,
-    split_count,
-    split_first,
-    split_index,
-    store_rows,
-)
+from dflash_serve.kernels.gpu.attention_decode import decode, merge_parts
+from dflash_serve.kernels.gpu.attention_splits import split_count
 from dflash_serve.kernels.gpu.prefill import prefill_attention
 
-__all__ = ["FEW_ROWS", "DecodeTiles", "attend", "decode_attention", "decode_tiles"]
+__all__ = [
+    "FEW_ROWS",
+    "PREFETCH_BYTES",
+    "PREFETCH_PROGRAMS",
+    "DecodeTiles",
+    "Merge",
+    "Mode",
+    "attend",
+    "decode_attention",
+    "decode_tiles",
+]
 
 FEW_ROWS = 32
 """More rows per request go to the kernel for prefill, whose row bits differ."""
@@ -44,15 +47,36 @@ _PROCESSORS = 132
 """Streaming multiprocessors of an H200; only which mode runs and how many programs share a
 request's splits depend on it."""
 
+_WAVES = 4
+"""Programs that share splits, in programs per processor over the whole call."""
+
+PREFETCH_BYTES = 16 << 20
+"""How much of a later product's weight is brought into the L2 cache, of 60 MB."""
+
+PREFETCH_PROGRAMS = 64
+"""Programs that ask for it, at least."""
+
+_LINE_BYTES = 128
+_COUNTERS = 1 << 16
+
 _MERGE_ROWS = 4
 """Packed rows of a program that merges splits: few, so that many programs share the reading."""
 
 Mode = Literal["whole", "split"]
+Merge = Literal["launch", "last"]
+
+MERGE: Merge = "launch"
+"""Who merges splits: a second kernel, or the last program to finish."""
+
+ROW_TILES: Literal["fixed", "fitted"] = "fixed"
+"""Whether few packed rows get a smaller tile: `fitted` sums weights through the tensor cores for
+all row tiles, since only then are the bits of a row the same in each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTiles:
-    """Tile shapes and launch options of the decode kernels; row bits depend on `key_tile`.
+    """Tile shapes and launch options of the decode kernels; row bits depend on `key_tile`,
+    `fine`, `coarse` and `sum_by_dot`.
 
     Attributes:
         row_tile: packed rows of a program, 16, 32, 64 or 128.
@@ -62,6 +86,8 @@ class DecodeTiles:
         sum_by_dot: sum a row's weights through the tensor cores, so that the order of summation
             cannot depend on the layout of a tile.
         evict_first: whether keys and values leave the L2 cache before other data.
+        fine, coarse: keys of the first splits and of the last, see `attention_splits`.
+        one_loop: in whole mode, masks everywhere for one pipeline over all keys.
     """
 
     row_tile: int
@@ -71,6 +97,9 @@ class DecodeTiles:
     stages: int = 3
     sum_by_dot: bool = False
     evict_first: bool = True
+    fine: int = 128
+    coarse: int = 1024
+    one_loop: bool = False
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeTiles:
@@ -85,19 +114,30 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeT
         return DecodeTiles(64, 32, 128, stages=2)
     if width > 128:
         return DecodeTiles(64, 64, 128, stages=2)
+    if ROW_TILES == "fitted":
+        rows = next((rows for rows in (16, 32, 64) if packed_rows <= rows), 128)
+        # Two stages leave room for a second program of 64 rows on a processor.
+        stages = 2 if rows == 64 else 3
+        return DecodeTiles(rows, 64, width, rows // 16, stages, sum_by_dot=True)
     if packed_rows > 64:
         return DecodeTiles(128, 64, width, warps=8)
     return DecodeTiles(64, 64, width)
 
 
-def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: AttentionView) -> Tensor:
+def attend(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    view: AttentionView,
+    prefetch: Tensor | None = None,
+) -> Tensor:
     """`kernels.attention.attend` without reading a length on the host; view.longest is unused.
 
     Rows that a ragged view assigns to no request come back undefined.
     """
     if view.row_starts is not None or view.rows > FEW_ROWS:
         return prefill_attention(query, key_pages, value_pages, view)
-    return decode_attention(query, key_pages, value_pages, view)
+    return decode_attention(query, key_pages, value_pages, view, prefetch=prefetch)
 
 
 def decode_attention(
@@ -106,9 +146,13 @@ def decode_attention(
     value_pages: Tensor,
     view: AttentionView,
     *,
+    prefetch: Tensor | None = None,
     tiles: DecodeTiles | None = None,
     mode: Mode | None = None,
     programs: int | None = None,
+    merge: Merge | None = None,
+    prefetch_bytes: int = PREFETCH_BYTES,
+    prefetch_programs: int = PREFETCH_PROGRAMS,
 ) -> Tensor:
     """[B, R, heads, head_dim] queries → the same shape. Row-invariant for any B, R and lengths.
 
@@ -116,28 +160,58 @@ def decode_attention(
         query: [B, R, heads, head_dim], dense.
         key_pages, value_pages: [num_pages, page_size, kv_heads, head_dim] of one layout, dense
             within a slot.
+        prefetch: [N, K], contiguous: the weight of the product that follows, which in split mode
+            is brought into the L2 cache by further programs; changes nothing but time.
         tiles: options other than the table's.
         mode: 'whole' or 'split' instead of what the shapes ask for.
         programs: programs that share the splits of a request and key head in split mode.
+        merge: who merges splits, instead of `MERGE`.
+        prefetch_bytes, prefetch_programs: how much of it at most, and by at least how many.
     """
     batch, rows, heads, head_dim = query.shape
     kv_heads = key_pages.shape[2]
     group = heads // kv_heads
     assert key_pages.stride() == value_pages.stride()
-    query = query.contiguous()
-    out = torch.empty_like(query)
     tiles = tiles or decode_tiles(head_dim, query.dtype, rows * group)
-    row_tiles = triton.cdiv(rows * group, tiles.row_tile)
-    slices = triton.cdiv(head_dim, tiles.value_tile)
-    capacity = view.page_table.shape[1] * view.page_size
-    splits = split_count(capacity)
     mode = mode or ("whole" if batch * kv_heads >= _PROCESSORS else "split")
+    row_tiles = triton.cdiv(rows * group, tiles.row_tile)
+    wide = kv_heads * row_tiles * triton.cdiv(head_dim, tiles.value_tile)
+    splits = split_count(view.page_table.shape[1] * view.page_size, tiles.fine, tiles.coarse)
+    counters, ahead = None, _Ahead(query, 0, 1, 0, 1)
     if mode == "whole":
-        grid = (1, kv_heads * row_tiles * slices, batch)
-        scratch = out, out, out
+        programs = 1
     else:
-        programs = programs or triton.cdiv(2 * _PROCESSORS, batch * kv_heads * row_tiles * slices)
-        grid = (min(splits, programs), kv_heads * row_tiles * slices, batch)
+        programs = min(splits, programs or max(1, _WAVES * _PROCESSORS // (batch * wide)))
+        if (merge or MERGE) == "last":
+            counters = _counters(query.device, batch * kv_heads * row_tiles)
+        if prefetch is not None:
+            planes = triton.cdiv(prefetch_programs, batch * wide)
+            ahead = _ahead(prefetch, prefetch_bytes, planes)
+    grid = (wide, batch, programs + ahead.planes)
+    return _launch(
+        grid, query.contiguous(), key_pages, value_pages, view, tiles, mode, splits, counters, ahead
+    )
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    view: AttentionView,
+    tiles: DecodeTiles,
+    mode: Mode,
+    splits: int,
+    counters: Tensor | None,
+    ahead: _Ahead,
+) -> Tensor:
+    """Run the kernels; with `counters` the last program of the first merges its splits."""
+    batch, rows, heads, head_dim = query.shape
+    kv_heads = key_pages.shape[2]
+    group, capacity = heads // kv_heads, view.page_table.shape[1] * view.page_size
+    out = torch.empty_like(query)
+    scratch = (out, out, out)
+    if mode == "split":
         scratch = _scratch(query, batch * kv_heads * splits, rows * group)
     constants = {
         "GROUP": group,
@@ -146,8 +220,10 @@ def decode_attention(
         "WINDOW": view.window or 0,
         "SCALE": math.log2(math.e) * head_dim**-0.5,
         "BLOCK_D": triton.next_power_of_2(head_dim),
+        "FINE": tiles.fine,
+        "COARSE": tiles.coarse,
     }
-    _decode[grid](
+    decode[grid](
         query,
         key_pages,
         value_pages,
@@ -155,27 +231,39 @@ def decode_attention(
         view.start,
         out,
         *scratch,
+        view.start if counters is None else counters,
+        ahead.weight,
+        grid[2] - ahead.planes,
         rows,
         splits,
         capacity,
         view.page_table.stride(0),
         *key_pages.stride()[:3],
+        ahead.lines,
+        ahead.row_lines,
+        ahead.depth,
         **constants,
         PAGE=view.page_size,
         CAUSAL=view.causal,
         WHOLE=mode == "whole",
+        LAST=counters is not None,
         ROW_TILE=tiles.row_tile,
         KEY_TILE=tiles.key_tile,
         VALUE_TILE=tiles.value_tile,
-        SLICES=slices,
+        SLICES=triton.cdiv(head_dim, tiles.value_tile),
         SUM_BY_DOT=tiles.sum_by_dot,
+        MERGE_TILE=min(tiles.row_tile, 32),
+        ONE_LOOP=tiles.one_loop and mode == "whole",
+        # The interpreter knows no assembly, and has no cache to fill.
+        AHEAD=32 * tiles.warps if ahead.planes and query.is_cuda else 0,
+        LINE=_LINE_BYTES // ahead.weight.element_size(),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         EVICTION="evict_first" if tiles.evict_first else "",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if mode == "split":
-        _merge[(triton.cdiv(rows * group, _MERGE_ROWS), kv_heads, batch)](
+    if mode == "split" and counters is None:
+        merge_parts[(triton.cdiv(rows * group, _MERGE_ROWS), kv_heads, batch)](
             *scratch,
             view.start,
             out,
@@ -189,6 +277,50 @@ def decode_attention(
     return out
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ahead:
+    """What to prefetch: the first `row_lines` cache lines of each row, `lines` in all.
+
+    Attributes:
+        depth: elements of a row.
+        planes: grid planes after those of attention.
+    """
+
+    weight: Tensor
+    lines: int
+    row_lines: int
+    planes: int
+    depth: int
+
+
+def _ahead(weight: Tensor, limit: int, planes: int) -> _Ahead:
+    """`limit` bytes: the leading part of every row, since a product begins with those."""
+    assert weight.is_contiguous()
+    rows, depth = weight.shape
+    line = _LINE_BYTES // weight.element_size()
+    row_lines = min(depth // line, limit // (_LINE_BYTES * rows))
+    return _Ahead(weight, rows * row_lines, max(row_lines, 1), planes if row_lines else 0, depth)
+
+
+def _counters(device: torch.device, needed: int) -> Tensor:
+    """Zeros that every launch leaves zero. Calls on one device must therefore not overlap."""
+    if needed > _COUNTERS:
+        raise ConfigError(
+            f"merge 'last' with {needed} row tiles; it has {_COUNTERS} counters: use merge "
+            "'launch' or a smaller batch"
+        )
+    return _zeros(device)
+
+
+@functools.cache
+def _zeros(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "merge 'last' is captured before its first call; run the step once, then capture it"
+        )
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
 def _scratch(query: Tensor, parts: int, packed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per split: maxima and sums [parts, packed rows], weighted values [.., head_dim]."""
     shape = (parts, packed)
@@ -197,178 +329,3 @@ def _scratch(query: Tensor, parts: int, packed: int) -> tuple[Tensor, Tensor, Te
         torch.empty(shape, dtype=torch.float32, device=query.device),
         torch.empty((*shape, query.shape[-1]), dtype=torch.float32, device=query.device),
     )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_range(start: tl.tensor, rows: tl.tensor, capacity: tl.tensor, WINDOW: tl.constexpr) -> Any:
-    """First key that some row of a request sees, and the first past its rows."""
-    first = start * 0
-    if WINDOW > 0:
-        first = tl.maximum(start - (WINDOW - 1), 0)
-    return first, tl.minimum(start + rows, capacity)
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
-def _decode(
-    query: tl.tensor,
-    key_pages: tl.tensor,
-    value_pages: tl.tensor,
-    table: tl.tensor,
-    starts: tl.tensor,
-    out: tl.tensor,
-    part_max: tl.tensor,
-    part_sum: tl.tensor,
-    part_acc: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
-    capacity: tl.tensor,
-    table_stride: tl.tensor,
-    page_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    head_stride: tl.tensor,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    SLICES: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EVICTION: tl.constexpr,
-) -> None:
-    """A row tile of a key head over all its splits, or over every num_programs(0)-th of them."""
-    part = tl.program_id(1) % SLICES
-    kv_head = tl.program_id(1) // SLICES % KV_HEADS
-    row_tile = tl.program_id(1) // (SLICES * KV_HEADS)
-    request = tl.program_id(2).to(tl.int64)
-    start = tl.load(starts + request).to(tl.int32)
-    tokens, members = row_tokens(row_tile, GROUP, ROW_TILE)
-    heads = kv_head * GROUP + members
-    query += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
-    out += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
-    table += request * table_stride
-    key_pages += kv_head * head_stride
-    value_pages += kv_head * head_stride
-    tile = load_query(query, tokens, heads, rows, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D)
-    position = start + tl.minimum(tokens, rows - 1)
-    first_column = part * VALUE_TILE
-
-    first, stop = _key_range(start, rows, capacity, WINDOW)
-    aligned = first // KEY_TILE * KEY_TILE
-    clear_first = aligned
-    if WINDOW > 0:
-        clear_first = tl.cdiv(tl.maximum(start + rows - WINDOW, 0), KEY_TILE) * KEY_TILE
-    clear_stop = stop // KEY_TILE * KEY_TILE
-    if CAUSAL:
-        clear_stop = (start + 1) // KEY_TILE * KEY_TILE
-
-    if WHOLE:
-        row_max, row_sum, acc = attend_keys(
-            tile, key_pages, value_pages, table, page_stride, slot_stride,
-            aligned, stop, clear_first, clear_stop, stop, position, first_column,
-            SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, SUM_BY_DOT, PRECISION, EVICTION,
-        )  # fmt: skip
-        store_rows(
-            out, acc, row_sum, tokens, heads, rows, first_column,
-            KV_HEADS * GROUP, HEAD_DIM, VALUE_TILE,
-        )  # fmt: skip
-    else:
-        last = split_index(stop - 1)
-        column = first_column + tl.arange(0, VALUE_TILE)
-        stored = (tokens < rows)[:, None] & (column < HEAD_DIM)[None, :]
-        for split in range(split_index(first) + tl.program_id(0), last + 1, tl.num_programs(0)):
-            row_max, row_sum, acc = attend_keys(
-                tile, key_pages, value_pages, table, page_stride, slot_stride,
-                tl.maximum(split_first(split), aligned),
-                tl.minimum(split_first(split + 1), stop),
-                clear_first, clear_stop, stop, position, first_column,
-                SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                False, SUM_BY_DOT, PRECISION, EVICTION,
-            )  # fmt: skip
-            row = ((request * KV_HEADS + kv_head) * splits + split) * rows * GROUP
-            row += tokens * GROUP + members
-            tl.store(part_max + row, row_max, mask=(tokens < rows) & (part == 0))
-            tl.store(part_sum + row, row_sum, mask=(tokens < rows) & (part == 0))
-            tl.store(part_acc + row[:, None] * HEAD_DIM + column[None, :], acc, mask=stored)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_part(
-    part_max: tl.tensor,
-    part_sum: tl.tensor,
-    part_acc: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    present: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-) -> Any:
-    """Maximum, sum and weighted values of one split; of an absent one, those of no keys."""
-    place = part_acc + row[:, None] * HEAD_DIM + column[None, :]
-    inside = present & (column < HEAD_DIM)[None, :]
-    return (
-        tl.load(part_max + row, mask=present, other=float("-inf")),
-        tl.load(part_sum + row, mask=present, other=0.0),
-        tl.load(place, mask=inside, other=0.0),
-    )
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
-def _merge(
-    part_max: tl.tensor,
-    part_sum: tl.tensor,
-    part_acc: tl.tensor,
-    starts: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
-    capacity: tl.tensor,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """ROWS packed rows of one request and key head, all splits in ascending order."""
-    kv_head = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
-    tokens, members = row_tokens(tl.program_id(0), GROUP, ROWS)
-    heads = kv_head * GROUP + members
-    first, stop = _key_range(tl.load(starts + request).to(tl.int32), rows, capacity, WINDOW)
-    split, last = split_index(first), split_index(stop - 1)
-    column = tl.arange(0, BLOCK_D)
-    width = rows * GROUP
-    row = ((request * KV_HEADS + kv_head) * splits + split) * width
-    row += tl.minimum(tokens, rows - 1) * GROUP + members
-    row_max, row_sum, acc = fresh(ROWS, BLOCK_D)
-    # Four splits are read at once, since a merge waits for the one before it.
-    while split <= last:
-        max_0, sum_0, acc_0 = _load_part(
-            part_max, part_sum, part_acc, row, column, split <= last, HEAD_DIM
-        )
-        max_1, sum_1, acc_1 = _load_part(
-            part_max, part_sum, part_acc, row + width, column, split + 1 <= last, HEAD_DIM
-        )
-        max_2, sum_2, acc_2 = _load_part(
-            part_max, part_sum, part_acc, row + 2 * width, column, split + 2 <= last, HEAD_DIM
-        )
-        max_3, sum_3, acc_3 = _load_part(
-            part_max, part_sum, part_acc, row + 3 * width, column, split + 3 <= last, HEAD_DIM
-        )
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_0, sum_0, acc_0, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_1, sum_1, acc_1, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_2, sum_2, acc_2, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_3, sum_3, acc_3, SCALE)
-        split += 4
-        row += 4 * width
-    out += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
-    store_rows(out, acc, row_sum, tokens, heads, rows, 0, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D)

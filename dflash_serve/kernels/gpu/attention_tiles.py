@@ -1,4 +1,4 @@
-"""What all attention kernels share: key splits, one key tile, and the merge of splits.
+"""What all attention kernels share: rows in and out, and the state of a row over key tiles.
 
 Everything whose rounding could depend on the compiler is spelled out: each multiply-add is an
 explicit `fma`, and no other product feeds a sum. Two kernels that call these functions with the
@@ -15,66 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = [
-    "SPLIT_TIERS",
-    "attend_keys",
-    "fresh",
-    "load_query",
-    "merge",
-    "row_tokens",
-    "split_count",
-    "split_first",
-    "split_index",
-    "store_rows",
-]
+from dflash_serve.kernels.gpu.attention_splits import ends_split, finite, fresh, merge
 
-SPLIT_TIERS = ((2048, 256), (8192, 512))
-"""(limit, size): splits of `size` keys below position `limit`; 1,024 keys past the last limit.
-
-The partition depends on positions only. Sizes grow so that a long context does not drown in
-partial results, and divide the limits so that no split straddles one.
-"""
-
-_LIMIT_0, _SIZE_0 = tl.constexpr(SPLIT_TIERS[0][0]), tl.constexpr(SPLIT_TIERS[0][1])
-_LIMIT_1, _SIZE_1 = tl.constexpr(SPLIT_TIERS[1][0]), tl.constexpr(SPLIT_TIERS[1][1])
-_SIZE_2 = tl.constexpr(1024)
-_COUNT_0 = tl.constexpr(SPLIT_TIERS[0][0] // SPLIT_TIERS[0][1])
-_COUNT_1 = tl.constexpr(
-    SPLIT_TIERS[0][0] // SPLIT_TIERS[0][1]
-    + (SPLIT_TIERS[1][0] - SPLIT_TIERS[0][0]) // SPLIT_TIERS[1][1]
-)
-
-
-def split_count(length: int) -> int:
-    """Splits that hold at least one of the keys 0…length−1."""
-    first, count = 0, 0
-    for limit, size in (*SPLIT_TIERS, (max(length, 1), 1024)):
-        count += max(0, -(-(min(length, limit) - first) // size))
-        first = limit
-    return count
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def split_index(key: tl.tensor) -> Any:
-    """Index of the split that holds the key at a position."""
-    middle = _COUNT_0 + (key - _LIMIT_0) // _SIZE_1
-    high = _COUNT_1 + (key - _LIMIT_1) // _SIZE_2
-    return tl.where(key < _LIMIT_0, key // _SIZE_0, tl.where(key < _LIMIT_1, middle, high))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def split_first(split: tl.tensor) -> Any:
-    """Position of the first key of a split."""
-    middle = _LIMIT_0 + (split - _COUNT_0) * _SIZE_1
-    high = _LIMIT_1 + (split - _COUNT_1) * _SIZE_2
-    return tl.where(split < _COUNT_0, split * _SIZE_0, tl.where(split < _COUNT_1, middle, high))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _ends_split(key: tl.tensor) -> Any:
-    """Whether `key`, a multiple of the key tile above 0, is the first key after a split."""
-    size = tl.where(key <= _LIMIT_0, _SIZE_0, tl.where(key <= _LIMIT_1, _SIZE_1, _SIZE_2))
-    return key % size == 0
+__all__ = ["attend_keys", "load_query", "row_tokens", "store_rows"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -123,42 +66,6 @@ def store_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def fresh(ROW_TILE: tl.constexpr, VALUE_TILE: tl.constexpr) -> Any:
-    """The state of rows that have seen no key: maximum, sum and weighted values."""
-    return (
-        tl.full((ROW_TILE,), float("-inf"), tl.float32),
-        tl.zeros((ROW_TILE,), tl.float32),
-        tl.zeros((ROW_TILE, VALUE_TILE), tl.float32),
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _finite(row_max: tl.tensor) -> Any:
-    """The maximum, or 0 for rows that have seen no key: −inf − (−inf) is NaN."""
-    return tl.where(row_max == float("-inf"), 0.0, row_max)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def merge(
-    row_max: tl.tensor,
-    row_sum: tl.tensor,
-    acc: tl.tensor,
-    split_max: tl.tensor,
-    split_sum: tl.tensor,
-    split_acc: tl.tensor,
-    SCALE: tl.constexpr,
-) -> Any:
-    """Merge the partial result of one more split; one without keys changes nothing."""
-    peak = tl.maximum(row_max, split_max)
-    base = _finite(peak)
-    old = tl.exp2((row_max - base) * SCALE)
-    new = tl.exp2((split_max - base) * SCALE)
-    row_sum = tl.fma(row_sum, old, split_sum * new)
-    acc = tl.fma(acc, old[:, None], split_acc * new[:, None])
-    return peak, row_sum, acc
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _add_tile(
     query: tl.tensor,
     key: tl.tensor,
@@ -177,7 +84,7 @@ def _add_tile(
     if MASKED:
         score = tl.where(visible, score, float("-inf"))
     peak = tl.maximum(row_max, tl.max(score, 1))
-    base = _finite(peak)
+    base = finite(peak)
     old = tl.exp2((row_max - base) * SCALE)
     weight = tl.exp2(tl.fma(score, SCALE, -(base * SCALE)[:, None]))
     if SUM_BY_DOT:
@@ -217,6 +124,19 @@ def _load_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _load_page_ids(
+    table: tl.tensor,
+    first: tl.tensor,
+    capacity: tl.tensor,
+    KEY_TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> Any:
+    """[KEY_TILE] page ids of the keys from `first` on; any id for keys past the table."""
+    keys = tl.minimum(first + tl.arange(0, KEY_TILE), capacity - 1)
+    return tl.load(table + keys // PAGE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scan(
     query: tl.tensor,
     key_pages: tl.tensor,
@@ -226,6 +146,8 @@ def _scan(
     slot_stride: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
+    page: tl.tensor,
+    capacity: tl.tensor,
     present_stop: tl.tensor,
     position: tl.tensor,
     first_column: tl.tensor,
@@ -248,18 +170,21 @@ def _scan(
     SUM_BY_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
 ) -> Any:
-    """Take the key tiles that begin in first…stop−1 into the state of a row tile."""
+    """Take the key tiles that begin in first…stop−1 into the state of a row tile.
+
+    Page ids are read an iteration ahead: were they read in the iteration that needs them, the
+    compiler would spend half of its pipeline stages on them.
+    """
     column = tl.arange(0, BLOCK_D)
     value_column = first_column + tl.arange(0, VALUE_TILE)
     for begin in tl.range(first, stop, KEY_TILE):
         keys = begin + tl.arange(0, KEY_TILE)
         present = keys < present_stop
-        if MASKED:
-            page = tl.load(table + keys // PAGE, mask=present, other=0)
-        else:
-            page = tl.load(table + keys // PAGE)
         offset = page * page_stride + (keys % PAGE) * slot_stride
+        page = _load_page_ids(table, begin + KEY_TILE, capacity, KEY_TILE, PAGE)
         key = _load_tile(
             key_pages, offset, column, present, HEAD_DIM, MASKED, BLOCK_D != HEAD_DIM, EVICTION
         )
@@ -293,12 +218,12 @@ def _scan(
         )
         # Two conditions, one of compile time.
         if MERGE:  # noqa: SIM102
-            if _ends_split(begin + KEY_TILE):
+            if ends_split(begin + KEY_TILE, FINE, COARSE):
                 merged_max, merged_sum, merged_acc = merge(
                     merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
                 )
                 row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
-    return row_max, row_sum, acc, merged_max, merged_sum, merged_acc
+    return row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -314,6 +239,7 @@ def attend_keys(
     clear_first: tl.tensor,
     clear_stop: tl.tensor,
     present_stop: tl.tensor,
+    capacity: tl.tensor,
     position: tl.tensor,
     first_column: tl.tensor,
     SCALE: tl.constexpr,
@@ -328,6 +254,9 @@ def attend_keys(
     SUM_BY_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
+    FINE: tl.constexpr,
+    COARSE: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ) -> Any:
     """Softmax state of a row tile over the key tiles that begin in first…stop−1.
 
@@ -342,39 +271,46 @@ def attend_keys(
         clear_first, clear_stop: multiples of KEY_TILE, the bounds of the tiles without masks; only
             with a window may clear_first lie above first.
         present_stop: keys from here on do not exist; they are not read.
+        capacity: keys that the page table has room for.
         position: [ROW_TILE] absolute positions of the rows.
         first_column: first of the VALUE_TILE columns of the values to weigh.
         WINDOW: a row sees keys less than this far behind it; 0 for all.
         MERGE: keep splits apart and merge them.
+        FINE, COARSE: of `attention_splits`, for MERGE.
+        ONE_LOOP: compute all tiles with masks, in one pipeline that never drains.
 
     Returns:
         Maximum, sum and weighted values of all keys, or with MERGE those of the merged splits.
     """
+    page = _load_page_ids(table, first, capacity, KEY_TILE, PAGE)
     row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
     merged_max, merged_sum, merged_acc = fresh(position.shape[0], VALUE_TILE)
     hot = tl.minimum(tl.maximum(clear_first, first), stop)
     tail = tl.maximum(tl.minimum(clear_stop, stop // KEY_TILE * KEY_TILE), hot)
-    if WINDOW > 0:
-        row_max, row_sum, acc, merged_max, merged_sum, merged_acc = _scan(
+    if ONE_LOOP:
+        hot, tail = first, first
+    if WINDOW > 0 and not ONE_LOOP:
+        row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
             query, key_pages, value_pages, table, page_stride, slot_stride,
-            first, hot, present_stop, position, first_column,
+            first, hot, page, capacity, present_stop, position, first_column,
             row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
             SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, MERGE, SUM_BY_DOT, PRECISION, EVICTION,
+            True, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
         )  # fmt: skip
-    row_max, row_sum, acc, merged_max, merged_sum, merged_acc = _scan(
+    if not ONE_LOOP:
+        row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
+            query, key_pages, value_pages, table, page_stride, slot_stride,
+            hot, tail, page, capacity, present_stop, position, first_column,
+            row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
+            SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+            False, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
+        )  # fmt: skip
+    row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
-        hot, tail, present_stop, position, first_column,
+        tail, stop, page, capacity, present_stop, position, first_column,
         row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        False, MERGE, SUM_BY_DOT, PRECISION, EVICTION,
-    )  # fmt: skip
-    row_max, row_sum, acc, merged_max, merged_sum, merged_acc = _scan(
-        query, key_pages, value_pages, table, page_stride, slot_stride,
-        tail, stop, present_stop, position, first_column,
-        row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
-        SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        True, MERGE, SUM_BY_DOT, PRECISION, EVICTION,
+        True, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
     )  # fmt: skip
     if MERGE:
         row_max, row_sum, acc = merge(

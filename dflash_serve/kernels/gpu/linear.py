@@ -1,10 +1,12 @@
 """Triton products of few rows with a weight, with the norm, activation and add that surround them.
 
-One program owns a tile of columns and sums the whole of K in ascending order into one float32
-accumulator; K is never split. A row's bits therefore do not depend on the other rows of the call,
-nor on the tile, as long as there are at most `INVARIANT_ROWS` rows: plain decoding and
-verification give the same logits. (On Hopper mma.sync and wgmma sum a step of K in the same way:
-measured.) More rows go to cuBLAS or to `linear_large`, which `tiles.MANY_ROWS` chooses.
+One program owns a tile of columns and sums K in ascending order into a float32 accumulator. K is
+cut into `Tile.parts` equal parts, a number that belongs to the shape of the weight: each is summed
+from zero, and their sums are added in ascending order. A row's bits therefore do not depend on the
+other rows of the call, nor on the rest of the tile, as long as there are at most `INVARIANT_ROWS`
+rows: plain decoding and verification give the same logits. (On Hopper mma.sync and wgmma sum a step
+of K in the same way: measured.) `linear_policy` says which products go to cuBLAS instead; tiles
+with a mode run in `linear_parts`.
 
 Where the norm of the input is computed, and what that means for a row's bits:
 
@@ -31,7 +33,9 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.gated_mlp import silu_mul
-from dflash_serve.kernels.gpu import linear_large, tiles
+from dflash_serve.kernels.gpu import linear_large, linear_parts
+from dflash_serve.kernels.gpu.linear_parts import check_parts, turn
+from dflash_serve.kernels.gpu.linear_policy import use_library
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Fold, Tile, fold_for, tile_for
 from dflash_serve.kernels.norm import rms_norm
 
@@ -98,6 +102,7 @@ def _product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
     EVEN: tl.constexpr,  # K is whole steps
     NORM: tl.constexpr,  # "", "rstd" or "loop"
     GATED: tl.constexpr,
@@ -125,6 +130,9 @@ def _product(  # type: ignore[no-untyped-def]
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     gram = tl.zeros((ROWS, ROWS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    span = depth // PARTS
     for start in range(0, depth, DEPTH):
         if EVEN:
             a = tl.load(x_at + start, mask=row_inside, other=0.0)
@@ -149,6 +157,13 @@ def _product(  # type: ignore[no-untyped-def]
         if GATED:
             u = tl.load(up_at + start) if EVEN else tl.load(up_at + start, mask=inside, other=0.0)
             up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+        if PARTS > 1:
+            ends = (start + DEPTH) % span == 0
+            total, acc = turn(total, acc, ends)
+            if GATED:
+                up_total, up = turn(up_total, up, ends)
+    if PARTS > 1:
+        acc, up = total, up_total
 
     if NORM == "loop":
         diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
@@ -220,7 +235,7 @@ def product(
         norm: [K] weight of the RMSNorm of x, or None.
         fold: where that is computed.
         residual: [T, N] added to the result, or None.
-        ahead: fetched at the end; changes nothing but time.
+        ahead: fetched at the end; changes nothing but time. Tiles with a mode fetch nothing.
 
     Returns:
         [T, N], or [T, N / 2] when `gated`.
@@ -230,11 +245,19 @@ def product(
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
+    check_parts(depth, tile)
     scale = x
-    if norm is not None and fold == "apart":
+    # The two folds that are bit-equal are one to tiles with a mode.
+    if norm is not None and (fold == "apart" or (tile.mode != "" and fold == "rstd")):
         x, norm = row_norm(x, norm, eps, apply=True), None
     elif norm is not None and fold == "rstd":
         scale = row_norm(x, norm, eps, apply=False)
+    if tile.mode != "":
+        if norm is not None:
+            raise ConfigError(f"a tile of mode {tile.mode!r} with fold 'loop'; only mode '' has it")
+        return linear_parts.product(
+            x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype
+        )
     line = _LINE_BYTES // weight.element_size()
     later, row_lines = weight, 1
     if ahead is not None:
@@ -260,6 +283,7 @@ def product(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
+        PARTS=tile.parts,
         EVEN=depth % tile.depth == 0,
         NORM="" if norm is None else fold,
         GATED=gated,
@@ -290,10 +314,9 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T: [T, K] by [N, K] → [T, N]."""
-    rows = x.shape[0]
-    if rows <= INVARIANT_ROWS:
-        return product(x, weight, _tile(x, weight), out_dtype=out_dtype)
-    if tiles.MANY_ROWS == "triton":
+    if not _library(x, weight):
+        if x.shape[0] <= INVARIANT_ROWS:
+            return product(x, weight, _tile(x, weight), out_dtype=out_dtype)
         return linear_large.product(x, weight, out_dtype=out_dtype)
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight)
@@ -304,17 +327,17 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> T
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N]."""
+    if _library(x, weight):
+        return torch.addmm(residual, x, weight.t())
     if x.shape[0] <= INVARIANT_ROWS:
         return product(x, weight, _tile(x, weight), residual=residual)
-    if tiles.MANY_ROWS == "triton":
-        return linear_large.product(x, weight, residual=residual)
-    return torch.addmm(residual, x, weight.t())
+    return linear_large.product(x, weight, residual=residual)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """rms_norm(x) @ weight.T: [T, K] with norm weight [K] and [N, K] → [T, N]."""
     rows = x.shape[0]
-    if rows > INVARIANT_ROWS:
+    if rows > INVARIANT_ROWS or _library(x, weight):
         return linear(rms_norm(x, norm, eps), weight)
     return product(x, weight, _tile(x, weight), norm=norm, eps=eps, fold=fold_for(rows))
 
@@ -322,13 +345,14 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
 def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
     rows = x.shape[0]
-    if rows <= INVARIANT_ROWS:
-        tile = _tile(x, gate_up, gated=True)
-        return product(x, gate_up, tile, norm=norm, eps=eps, fold=fold_for(rows), gated=True)
-    h = rms_norm(x, norm, eps)
-    if tiles.MANY_ROWS == "triton":
-        return linear_large.product(h, gate_up, gated=True)
-    return silu_mul(F.linear(h, gate_up))
+    if _library(x, gate_up, gated=True):
+        return silu_mul(F.linear(rms_norm(x, norm, eps), gate_up))
+    tile = _tile(x, gate_up, gated=True)
+    return product(x, gate_up, tile, norm=norm, eps=eps, fold=fold_for(rows), gated=True)
+
+
+def _library(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+    return use_library(x.shape[0], (weight.shape[0], weight.shape[1]), x.dtype, gated=gated)
 
 
 def _tile(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile:

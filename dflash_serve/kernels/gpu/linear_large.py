@@ -1,8 +1,8 @@
 """A persistent Triton product for many rows: prefill chunks and large batches.
 
 One program a processor walks over output tiles; x and weight come through tensor descriptors (the
-copy engine on Hopper). Like the product of few rows it sums K in ascending order into one float32
-accumulator, so that a row's bits do not depend on the other rows.
+copy engine on Hopper). Like the product of few rows in one part it sums K in ascending order into
+one float32 accumulator, so that a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.gpu.tiles import Tile, many_tile
 
-__all__ = ["product"]
+__all__ = ["check_aligned", "finish", "product"]
 
 _GROUP = 8  # row tiles that share the columns they read from L2
 _ALIGNED_BYTES = 16  # what the copy engine asks of addresses and strides
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
+def finish(  # type: ignore[no-untyped-def]
     acc, up, residual, out, row, column, rows, columns, residual_stride, KIND, GATED, ADD
 ):
     """Activation, residual and store of one part of a tile, rounded where the reference rounds."""
@@ -90,7 +90,7 @@ def _product(  # type: ignore[no-untyped-def]
             if GATED:
                 up_left, up_right = tl.split(tl.permute(tl.reshape(up, (ROWS, 2, half)), (0, 2, 1)))
             column = column0 + tl.arange(0, half)
-            _finish(
+            finish(
                 left,
                 up_left,
                 residual,
@@ -104,7 +104,7 @@ def _product(  # type: ignore[no-untyped-def]
                 GATED,
                 ADD,
             )
-            _finish(
+            finish(
                 right,
                 up_right,
                 residual,
@@ -120,7 +120,7 @@ def _product(  # type: ignore[no-untyped-def]
             )
         else:
             column = column0 + tl.arange(0, COLUMNS)
-            _finish(
+            finish(
                 acc,
                 up,
                 residual,
@@ -160,7 +160,7 @@ def product(
     Returns:
         [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
     """
-    _check(x, weight)
+    check_aligned(x, weight)
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
@@ -200,13 +200,13 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def check_aligned(x: Tensor, weight: Tensor) -> None:
     """Refuse what the copy engine cannot address."""
     for name, tensor in (("rows", x), ("weight", weight)):
         stride = tensor.stride(0) * tensor.element_size()
         if stride % _ALIGNED_BYTES or tensor.data_ptr() % _ALIGNED_BYTES or tensor.stride(1) != 1:
             raise ConfigError(
-                f"the {name} of a large product lie {stride} bytes apart from address "
-                f"{tensor.data_ptr():#x}; both must be multiples of {_ALIGNED_BYTES}: pad K, or "
-                "set tiles.MANY_ROWS to 'library'"
+                f"the {name} of a product through the copy engine lie {stride} bytes apart from "
+                f"address {tensor.data_ptr():#x}; both must be multiples of {_ALIGNED_BYTES}: pad "
+                "K, or take another tile"
             )

@@ -37,6 +37,8 @@ class PrefillTiles:
         key_tile: keys of an iteration.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the kernel.
+        registers: of a thread at most, so that several programs share a processor and one
+            multiplies while another takes exponentials; None for what the compiler wants.
     """
 
     row_tile: int
@@ -44,6 +46,7 @@ class PrefillTiles:
     value_tile: int
     warps: int = 8
     stages: int = 2
+    registers: int | None = None
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
@@ -115,6 +118,7 @@ def prefill_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
     )
     return out
 
@@ -209,9 +213,9 @@ def _prefill(
         clear_stop = stop // KEY_TILE * KEY_TILE
     _, row_sum, acc = attend_keys(
         tile, key_pages, value_pages, table, page_stride, slot_stride,
-        first, stop, clear_first, clear_stop, stop, position, first_column,
+        first, stop, clear_first, clear_stop, stop, capacity, position, first_column,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        False, False, PRECISION, "",
+        False, False, PRECISION, "", KEY_TILE, KEY_TILE, False,
     )  # fmt: skip
     store_rows(
         out, acc, row_sum, tokens, heads, rows, first_column,

@@ -1,0 +1,184 @@
+"""Where keys are cut into splits, and how the results of splits become one.
+
+The partition depends on positions only. A row's bits depend on it, but not on which program
+computes which split: results are merged one by one in ascending order, with explicit `fma`.
+
+Sizes grow so that a long context does not drown in partial results, and divide the limits so that
+no split straddles one: FINE keys below 1,024, then 256 below 2,048, 512 below 8,192, and COARSE.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "ends_split",
+    "finite",
+    "fresh",
+    "merge",
+    "merge_splits",
+    "split_count",
+    "split_first",
+    "split_index",
+]
+
+_TIERS = ((2048, 256), (8192, 512))  # (limit, size) between the fine and the coarse splits
+_FINE_LIMIT = 1024
+_LIMIT_0 = tl.constexpr(_FINE_LIMIT)
+_LIMIT_1, _SIZE_1 = tl.constexpr(_TIERS[0][0]), tl.constexpr(_TIERS[0][1])
+_LIMIT_2, _SIZE_2 = tl.constexpr(_TIERS[1][0]), tl.constexpr(_TIERS[1][1])
+
+
+def split_count(length: int, fine: int, coarse: int) -> int:
+    """Splits that hold at least one of the keys 0…length−1."""
+    first, count = 0, 0
+    for limit, size in ((_FINE_LIMIT, fine), *_TIERS, (max(length, 1), coarse)):
+        count += max(0, -(-(min(length, limit) - first) // size))
+        first = limit
+    return count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_index(key: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+    """Index of the split that holds the key at a position."""
+    count_0: tl.constexpr = _LIMIT_0 // FINE
+    count_1: tl.constexpr = count_0 + (_LIMIT_1 - _LIMIT_0) // _SIZE_1
+    count_2: tl.constexpr = count_1 + (_LIMIT_2 - _LIMIT_1) // _SIZE_2
+    high = tl.where(
+        key < _LIMIT_2, count_1 + (key - _LIMIT_1) // _SIZE_2, count_2 + (key - _LIMIT_2) // COARSE
+    )
+    low = tl.where(key < _LIMIT_0, key // FINE, count_0 + (key - _LIMIT_0) // _SIZE_1)
+    return tl.where(key < _LIMIT_1, low, high)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_first(split: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+    """Position of the first key of a split."""
+    count_0: tl.constexpr = _LIMIT_0 // FINE
+    count_1: tl.constexpr = count_0 + (_LIMIT_1 - _LIMIT_0) // _SIZE_1
+    count_2: tl.constexpr = count_1 + (_LIMIT_2 - _LIMIT_1) // _SIZE_2
+    high = tl.where(
+        split < count_2,
+        _LIMIT_1 + (split - count_1) * _SIZE_2,
+        _LIMIT_2 + (split - count_2) * COARSE,
+    )
+    low = tl.where(split < count_0, split * FINE, _LIMIT_0 + (split - count_0) * _SIZE_1)
+    return tl.where(split < count_1, low, high)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ends_split(key: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+    """Whether `key`, a multiple of the key tile above 0, is the first key after a split."""
+    high = tl.where(key <= _LIMIT_2, _SIZE_2, COARSE)
+    size = tl.where(key <= _LIMIT_0, FINE, tl.where(key <= _LIMIT_1, _SIZE_1, high))
+    return key % size == 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fresh(ROW_TILE: tl.constexpr, VALUE_TILE: tl.constexpr) -> Any:
+    """The state of rows that have seen no key: maximum, sum and weighted values."""
+    return (
+        tl.full((ROW_TILE,), float("-inf"), tl.float32),
+        tl.zeros((ROW_TILE,), tl.float32),
+        tl.zeros((ROW_TILE, VALUE_TILE), tl.float32),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finite(row_max: tl.tensor) -> Any:
+    """The maximum, or 0 for rows that have seen no key: −inf − (−inf) is NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merge(
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    split_max: tl.tensor,
+    split_sum: tl.tensor,
+    split_acc: tl.tensor,
+    SCALE: tl.constexpr,
+) -> Any:
+    """Merge the partial result of one more split; one without keys changes nothing."""
+    peak = tl.maximum(row_max, split_max)
+    base = finite(peak)
+    old = tl.exp2((row_max - base) * SCALE)
+    new = tl.exp2((split_max - base) * SCALE)
+    row_sum = tl.fma(row_sum, old, split_sum * new)
+    acc = tl.fma(acc, old[:, None], split_acc * new[:, None])
+    return peak, row_sum, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_part(
+    part_max: tl.tensor,
+    part_sum: tl.tensor,
+    part_acc: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    present: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> Any:
+    """Maximum, sum and weighted values of one split; of an absent one, those of no keys.
+
+    Past the L1 cache, which may hold lines from before other programs wrote them.
+    """
+    place = part_acc + row[:, None] * HEAD_DIM + column[None, :]
+    inside = present[:, None] & (column < HEAD_DIM)[None, :]
+    return (
+        tl.load(part_max + row, mask=present, other=float("-inf"), cache_modifier=".cg"),
+        tl.load(part_sum + row, mask=present, other=0.0, cache_modifier=".cg"),
+        tl.load(place, mask=inside, other=0.0, cache_modifier=".cg"),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def merge_splits(
+    part_max: tl.tensor,
+    part_sum: tl.tensor,
+    part_acc: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    column: tl.tensor,
+    split: tl.tensor,
+    last: tl.tensor,
+    width: tl.tensor,
+    SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> Any:
+    """State of a few rows after the splits split…last in ascending order.
+
+    Args:
+        part_max, part_sum: [.., width]; part_acc [.., width, HEAD_DIM].
+        row: [ROWS] rows of the first split in these; a split further on is `width` further.
+        inside: [ROWS] which rows exist.
+        column: [COLUMNS] columns of the values to merge.
+    """
+    row_max, row_sum, acc = fresh(row.shape[0], column.shape[0])
+    # Four splits are read at once, since a merge waits for the one before it.
+    while split <= last:
+        max_0, sum_0, acc_0 = _load_part(
+            part_max, part_sum, part_acc, row, column, inside, HEAD_DIM
+        )
+        max_1, sum_1, acc_1 = _load_part(
+            part_max, part_sum, part_acc, row + width, column, inside & (split < last), HEAD_DIM
+        )
+        max_2, sum_2, acc_2 = _load_part(
+            part_max, part_sum, part_acc, row + 2 * width, column,
+            inside & (split + 1 < last), HEAD_DIM,
+        )  # fmt: skip
+        max_3, sum_3, acc_3 = _load_part(
+            part_max, part_sum, part_acc, row + 3 * width, column,
+            inside & (split + 2 < last), HEAD_DIM,
+        )  # fmt: skip
+        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_0, sum_0, acc_0, SCALE)
+        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_1, sum_1, acc_1, SCALE)
+        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_2, sum_2, acc_2, SCALE)
+        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_3, sum_3, acc_3, SCALE)
+        split += 4
+        row += 4 * width
+    return row_sum, acc

@@ -1,0 +1,217 @@
+"""The product of few rows through the copy engine, with the parts of K on programs of their own.
+
+A product of 128 rows with a weight of 4096 rows has too few tiles for all processors unless they
+are small, and small tiles read x too often. Cut along K there are enough large ones. Into how many
+parts depends on the shape of the weight alone, never on the rows; every part is summed in
+ascending order from zero, and the sums are added in ascending order from zero, whether one program
+does it all ("copy", and `linear` without a copy engine) or many do ("spread"): the bits are equal.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.gpu.linear_large import check_aligned, finish
+from dflash_serve.kernels.gpu.tiles import Tile
+
+__all__ = ["check_parts", "product", "turn"]
+
+_COUNTERS = 1 << 16
+
+
+@triton.jit
+def turn(total, acc, ends):  # type: ignore[no-untyped-def]
+    """Where a part ends, add its sum to the total and start the next one from zero."""
+    return tl.where(ends, total + acc, total), tl.where(ends, 0.0, acc)
+
+
+# A row count that is 1 or a multiple of 16 gets no kernel of its own.
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _product(  # type: ignore[no-untyped-def]
+    x,  # descriptors; they pad with 0
+    weight,
+    residual,
+    out,
+    partial,  # [tiles, PARTS, 1 or 2 if GATED, ROWS, COLUMNS] float32
+    arrived,  # [tiles], 0 before and after
+    rows,
+    columns,
+    depth,
+    residual_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One [ROWS, COLUMNS] tile of the output, or with SPREAD one part of its sum."""
+    # Row tiles of the same weight run side by side, then the parts of the same output.
+    row_tiles = tl.cdiv(rows, ROWS)
+    row_tile = tl.program_id(0) % row_tiles
+    column_tile = tl.program_id(0) // row_tiles
+    steps = tl.cdiv(depth, DEPTH)
+    span = steps // PARTS
+    part = 0
+    if SPREAD:
+        part = column_tile % PARTS
+        column_tile = column_tile // PARTS
+        steps = span
+    row0 = row_tile * ROWS
+    column0 = column_tile * COLUMNS
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(part * span, part * span + steps):
+        a = x.load([row0, step * DEPTH])
+        w = weight.load([column0, step * DEPTH])
+        acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        if GATED:
+            u = weight.load([columns + column0, step * DEPTH])
+            up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+        if PARTS > 1 and not SPREAD:
+            ends = (step + 1) % span == 0
+            total, acc = turn(total, acc, ends)
+            if GATED:
+                up_total, up = turn(up_total, up, ends)
+    if PARTS == 1 and not SPREAD:
+        total, up_total = acc, up
+
+    row = row0 + tl.arange(0, ROWS)
+    column = column0 + tl.arange(0, COLUMNS)
+    kind: tl.constexpr = weight.dtype
+    if SPREAD:
+        size: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1)
+        inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tile = column_tile * row_tiles + row_tile
+        first = partial + tile.to(tl.int64) * (PARTS * size) + inner
+        tl.store(first + part * size, acc)
+        if GATED:
+            tl.store(first + part * size + ROWS * COLUMNS, up)
+        # All threads have stored before the one that counts says so.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == PARTS - 1:
+            for other in tl.static_range(PARTS):
+                total += tl.load(first + other * size, cache_modifier=".cg")
+                if GATED:
+                    up_total += tl.load(first + other * size + ROWS * COLUMNS, cache_modifier=".cg")
+            finish(
+                total,
+                up_total,
+                residual,
+                out,
+                row,
+                column,
+                rows,
+                columns,
+                residual_stride,
+                kind,
+                GATED,
+                ADD,
+            )
+            tl.store(arrived + tile, 0)
+    else:
+        finish(
+            total,
+            up_total,
+            residual,
+            out,
+            row,
+            column,
+            rows,
+            columns,
+            residual_stride,
+            kind,
+            GATED,
+            ADD,
+        )
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    tile: Tile,
+    *,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x @ weight.T with what follows it, for tiles of mode "copy" and "spread".
+
+    Args:
+        x: [T, K].
+        weight: [N, K]; gate rows, then up rows when `gated`.
+        residual: [T, N] added to the result, or None.
+
+    Returns:
+        [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
+    """
+    check_aligned(x, weight)
+    (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
+    check_parts(depth, tile)
+    out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    spread = tile.mode == "spread"
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    partial = arrived = out
+    if spread:
+        size = tile.parts * tile.rows * tile.columns * (2 if gated else 1)
+        partial = x.new_empty((count, size), dtype=torch.float32)
+        arrived = _counters(x.device)
+        if count > _COUNTERS:
+            raise ConfigError(f"a spread product of {count} tiles; at most {_COUNTERS}")
+    _product[(count * (tile.parts if spread else 1),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        x if residual is None else residual,
+        out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        depth,
+        0 if residual is None else residual.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        PARTS=tile.parts,
+        SPREAD=spread,
+        GATED=gated,
+        ADD=residual is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def check_parts(depth: int, tile: Tile) -> None:
+    """Refuse parts of K that are no whole number of steps."""
+    if tile.parts > 1 and depth % (tile.parts * tile.depth):
+        raise ConfigError(
+            f"a product over K = {depth} in {tile.parts} parts of steps of {tile.depth}; K must "
+            "be a multiple of their product: choose another tile"
+        )
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every product leaves as it found them; products of a process do not overlap."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "the first product in spread parts of a process was captured in a graph, which would "
+            "own its counters; run the step once before capturing it"
+        )
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
