@@ -25,9 +25,9 @@ from rich.table import Table
 
 from dflash_serve.bench.dummy import resolve_dummy
 from dflash_serve.bench.machine import describe_machine, local_machine
-from dflash_serve.bench.roofline import Machine, Workload, step_floor
+from dflash_serve.bench.roofline import Machine, Workload, geometric_rate, step_floor
 from dflash_serve.config import EngineConfig
-from dflash_serve.engine.checks import resolve_device
+from dflash_serve.engine.checks import resolve_device, resolve_pair
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.rank import load_sized_pair
 from dflash_serve.engine.readback import Pending
@@ -212,7 +212,7 @@ def bench_presets(
         ConfigError: an unknown preset, or settings the engine refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
-        longest = max(contexts) + 2 * _STEPS[1] * max(lengths)
+        longest = max(contexts) + (_STEPS[1] + 8) * max(lengths)
         config = EngineConfig(
             target=str(resolve_dummy(target, folder)),
             draft=None if draft is None else str(resolve_dummy(draft, folder)),
@@ -221,10 +221,11 @@ def bench_presets(
             max_model_len=longest,
             **options,
         )
+        block = resolve_pair(config).geometry.block
         device, dtype = resolve_device(config)
         machine = local_machine(device, dtype)
         cells = bench_grid(config, batches, contexts, lengths, machine, console.print)
-    grid_table(cells, accept, console)
+    grid_table(cells, accept, block, console)
     if output is not None:
         figures: dict[str, Any] = {"target": target, "draft": draft, **describe_machine(device)}
         figures["cells"] = [cell.as_json() for cell in cells]
@@ -239,8 +240,40 @@ def _line(cell: Cell) -> str:
     return f"{where}: {cell.percentile(0.5):.3f} ms ({cell.floor_ms / cell.percentile(0.5):.0%})"
 
 
-def grid_table(cells: Sequence[Cell], accept: Sequence[float], console: Console) -> None:
-    """Print the cells; tokens/s are modelled from `accept` tokens per step."""
+def modelled_tokens(tau: float, rows: int | None, block: int) -> float:
+    """Tokens per step of g rows where a whole block brings `tau`, acceptance being geometric."""
+    if rows is None:
+        return 1.0
+    rate = geometric_rate(tau, block)
+    return sum(rate**i for i in range(rows))
+
+
+def best_lengths(cells: Sequence[Cell], accept: Sequence[float], block: int) -> list[str]:
+    """A line per batch, context and tokens per block: the best g, tokens/s, ratio to plain."""
+    lines = []
+    for where in sorted({(c.batch, c.context) for c in cells if c.step_ms}):
+        here = [c for c in cells if (c.batch, c.context) == where and c.step_ms]
+        plain = [c.batch / c.percentile(0.5) * 1e3 for c in here if c.rows is None]
+        for tau in accept:
+            rates = {
+                c.rows: c.batch * modelled_tokens(tau, c.rows, block) / c.percentile(0.5) * 1e3
+                for c in here
+                if c.rows is not None
+            }
+            if plain and rates:
+                best = max(rates, key=lambda rows: rates[rows])
+                lines.append(
+                    f"batch {where[0]}, context {where[1]}, {tau:g} tokens per block: g {best}, "
+                    f"{rates[best]:,.0f} tok/s, {rates[best] / plain[0]:.2f} x plain "
+                    f"({plain[0]:,.0f} tok/s)"
+                )
+    return lines
+
+
+def grid_table(
+    cells: Sequence[Cell], accept: Sequence[float], block: int, console: Console
+) -> None:
+    """Print the cells; tokens/s are modelled from `accept` tokens per whole block."""
     table = Table(title="decode steps on random weights", title_justify="left")
     names = ("batch", "context", "g", "step ms p50", "p99", "device ms", "floor ms", "share")
     for name in (*names, *(f"tok/s at {a:g}*" for a in accept)):
@@ -251,7 +284,7 @@ def grid_table(cells: Sequence[Cell], accept: Sequence[float], console: Console)
             table.add_row(*where, f"needs {cell.needs_gib:.0f} GB")
             continue
         p50 = cell.percentile(0.5)
-        rates = [cell.batch * (1.0 if cell.rows is None else a) / p50 * 1e3 for a in accept]
+        rates = [cell.batch * modelled_tokens(a, cell.rows, block) / p50 * 1e3 for a in accept]
         table.add_row(
             *where,
             f"{p50:.3f}",
@@ -263,7 +296,9 @@ def grid_table(cells: Sequence[Cell], accept: Sequence[float], console: Console)
         )
     console.print(table)
     console.print(
-        "* modelled: step time with the tokens per step stated (plain decoding: 1); "
-        "the weights are random",
+        "* modelled: measured step time, geometric acceptance that brings the tokens stated per "
+        "whole block (plain decoding: 1); the weights are random",
         style="dim",
     )
+    for line in best_lengths(cells, accept, block):
+        console.print(line, highlight=False)
