@@ -63,10 +63,10 @@ def test_every_batch_context_and_length_is_measured_beside_plain_decoding(tmp_pa
 
 
 def test_a_cell_that_does_not_fit_says_what_it_would_need(tmp_path: Path) -> None:
-    text, figures = measure(tmp_path, [32, 1024], kv_cache_gib=0.0011)
+    text, figures = measure(tmp_path, [32, 1024], kv_cache_gib=0.0015)
     unmeasured = [c for c in figures["cells"] if not c["step_ms"]]
     assert unmeasured
-    assert all(c["needs_gib"] > 0.0011 for c in unmeasured)
+    assert all(c["needs_gib"] > 0.0015 for c in unmeasured)
     assert text.count("needs") >= len(unmeasured)
 
 
