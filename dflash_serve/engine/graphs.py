@@ -46,6 +46,7 @@ class StepGraphs:
         buckets: batch sizes, ascending.
 
     Attributes:
+        replays: steps run from a graph.
         late: graphs captured after `capture`, hence while requests were waiting.
         first_seconds: spent in the runs that precede a capture; kernels are compiled there.
         capture_seconds: spent capturing.
@@ -64,6 +65,7 @@ class StepGraphs:
         self._buckets = tuple(buckets)
         self._graphs: dict[StepKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # an opaque handle
+        self.replays = 0
         self.late = 0
         self.first_seconds = 0.0
         self.capture_seconds = 0.0
@@ -94,6 +96,7 @@ class StepGraphs:
             self.late += 1
         graph, packed = self._graphs[key]
         graph.replay()
+        self.replays += 1
         return packed
 
     def _capture(self, key: StepKey) -> None:

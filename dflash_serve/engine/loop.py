@@ -95,7 +95,11 @@ class EngineLoop:
         """Wait for a step; it counts from the end of the step before, if there was one."""
         self._scheduler.commit(pending.plan, pending.result())
         now = time.perf_counter()
-        self._scheduler.stats.step_seconds += now - self._read
+        stats, graphs = self._scheduler.stats, self._runner.graphs
+        stats.step_seconds += now - self._read
+        stats.eager_steps = self._runner.eager_steps
+        if graphs is not None:
+            stats.replayed_steps, stats.late_graphs = graphs.replays, graphs.late
         self._read = now
 
     def _obey(self, command: Command) -> None:

@@ -106,6 +106,8 @@ class EngineStats(msgspec.Struct):
     """Cumulative counters and gauges of rank 0, sent with every report.
 
     Attributes:
+        replayed_steps, eager_steps: decode steps run from a captured graph, and kernel by kernel.
+        late_graphs: steps captured while requests were waiting.
         policy: what the choice of the verify length rests on, where it is chosen per step.
         scale: the fit of the draft's scale, where there is one.
     """
@@ -125,6 +127,9 @@ class EngineStats(msgspec.Struct):
     finished: dict[str, int] = {}
     step_seconds: float = 0.0
     by_length: dict[int, LengthStats] = {}
+    replayed_steps: int = 0
+    eager_steps: int = 0
+    late_graphs: int = 0
     policy: PolicyStats | None = None
     scale: ScaleStats | None = None
 

@@ -47,7 +47,8 @@ class Runner:
         self._longest = length
         self._slots = torch.arange(slots + 1, device=pair.device)
         self._outbox = Outbox(pair.device)
-        self.graphs = None
+        self.graphs: StepGraphs | None = None
+        self.eager_steps = 0
         self.startup: dict[str, float] = {}
         if _captures(pair, config):
             idle = torch.full((slots,), self.state.dummy, device=pair.device)
@@ -70,6 +71,7 @@ class Runner:
         batch = len(plan.decode)
         if self.graphs is not None and self.drafter is self._captured_drafter:
             return self.graphs.replay(self.graphs.key(batch, plan.rows, truncates=plan.truncates))
+        self.eager_steps += 1
         key = StepKey(batch, plan.rows, plan.truncates)
         return self._step(key, self.state.batch[:batch], plan.longest, noisy=plan.noisy)
 
@@ -150,8 +152,28 @@ class Runner:
         pools = [pair.target_kv] if pair.draft_kv is None else [pair.target_kv, pair.draft_kv]
         for kv in pools:
             kv.pool[:, :, : pages[-1] + 1].zero_()
+        if pair.device.type == "cuda":
+            self._compile_prefill()
         if self.graphs is not None:
             self._capture(self.graphs, lengths)
+        self.eager_steps = 0
+
+    def _compile_prefill(self) -> None:
+        """Run a chunk of every row count that kernels are made for, with and without truncation.
+
+        A kernel compiled while requests wait costs them seconds.
+        """
+        counts = [1, 2, 16, 17, 33, 65, 129, self.state.tokens.shape[0]]
+        for count in sorted({min(c, self.state.tokens.shape[0], self._longest) for c in counts}):
+            for truncates in (False, True):
+                self._idle_prefill(count, truncates=truncates)
+
+    def _idle_prefill(self, count: int, *, truncates: bool) -> None:
+        """A chunk on the slot that is nobody's."""
+        slot, tokens = self._slots[self.state.dummy :], self.state.tokens[:count]
+        options = {"sample": True, "noisy": True, "truncates": truncates}
+        prefill(self.pair, self.state, slot, tokens, 0, **options)
+        self.state.start[self.state.dummy] = 0
 
     @torch.inference_mode()
     def time_steps(self, lengths: Sequence[int]) -> dict[tuple[int, int], float]:
@@ -188,11 +210,7 @@ class Runner:
     @torch.inference_mode()
     def rehearse_prefill(self) -> None:
         """Run the largest chunk on the slot that is nobody's."""
-        slot = self._slots[self.state.dummy :]
-        tokens = self.state.tokens[: min(self.state.tokens.shape[0], self._longest)]
-        options = {"sample": True, "noisy": True, "truncates": True}
-        prefill(self.pair, self.state, slot, tokens, 0, **options)
-        self.state.start[self.state.dummy] = 0
+        self._idle_prefill(min(self.state.tokens.shape[0], self._longest), truncates=True)
 
     @torch.inference_mode()
     def rehearse_decode(self) -> None:

@@ -230,6 +230,24 @@ _FAMILIES = (
         ("verify_length",),
     ),
     _Family(
+        _COUNTER,
+        "dflash_replayed_steps",
+        "Decode steps run from a captured graph.",
+        _one(lambda s: s.stats.replayed_steps),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_eager_steps",
+        "Decode steps run kernel by kernel.",
+        _one(lambda s: s.stats.eager_steps),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_late_graphs",
+        "Steps captured while requests were waiting.",
+        _one(lambda s: s.stats.late_graphs),
+    ),
+    _Family(
         _GAUGE,
         "dflash_draft_scale",
         "Factor on the draft's logits, where it is fitted.",
