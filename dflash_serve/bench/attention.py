@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, Merge, Mode, decode_attention
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
 from dflash_serve.kernels.gpu.prefill import PrefillTiles, prefill_attention
 
 __all__ = ["main"]
@@ -62,21 +62,15 @@ class Variant:
     tiles: DecodeTiles | PrefillTiles
     mode: Mode | None = None
     programs: int | None = None
-    merge: Merge = "launch"
 
     @property
     def name(self) -> str:
         """Short text for the table."""
         t = self.tiles
         shape = f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
-        if isinstance(t, PrefillTiles):
-            return shape + (f" r{t.registers}" if t.registers else "")
-        extra = (" dot" if t.sum_by_dot else "") + (" one" if t.one_loop else "")
-        extra += (f" f{t.fine}" if t.fine != 128 else "") + (
-            f" c{t.coarse}" if t.coarse != 1024 else ""
-        )
-        extra += " last" if self.merge == "last" else ""
-        return f"{self.mode:5} {shape}{extra}" + (f" p{self.programs}" if self.programs else "")
+        if self.mode is None:
+            return shape
+        return f"{self.mode:5} {shape}" + (f" p{self.programs}" if self.programs else "")
 
 
 Section = Literal["small", "large", "long", "prefill"]
@@ -84,10 +78,14 @@ _CASES: dict[Section, list[Case]] = {
     "small": [
         Case(1, 1024, 16),
         Case(1, 1024, 1),
+        Case(2, 1024, 16),
+        Case(4, 1024, 16),
         Case(8, 1024, 16),
         Case(8, 1024, 1),
+        Case(8, 1040, 16),
+        Case(16, 1024, 16),
         Case(1, 1024, 16, 40960),
-        Case(1, 1024, 1, 40960),
+        Case(8, 1024, 16, 40960),
     ],
     "large": [
         Case(32, 1024, 16),
@@ -105,70 +103,34 @@ _TOY: dict[Section, list[Case]] = {
 }
 
 _TILE = DecodeTiles(64, 64, 128, 4, 3)
-_DOT_TILES = [
-    DecodeTiles(64, 64, 128, 4, 2, sum_by_dot=True),
-    DecodeTiles(64, 64, 128, 4, 3, sum_by_dot=True),
-    DecodeTiles(64, 32, 128, 4, 5, sum_by_dot=True),
-]
-_FEW_ROW_TILES = [
-    DecodeTiles(16, 64, 128, 1, 3, sum_by_dot=True),
-    DecodeTiles(16, 64, 128, 2, 3, sum_by_dot=True),
-    DecodeTiles(16, 64, 128, 4, 3, sum_by_dot=True),
-    DecodeTiles(16, 64, 128, 1, 3),
-    DecodeTiles(16, 32, 128, 1, 3, sum_by_dot=True),
-    DecodeTiles(16, 32, 128, 1, 5, sum_by_dot=True),
-]
 _PREFILL_TILES = [
-    PrefillTiles(128, 128, 128, 8, 2),
-    PrefillTiles(128, 128, 128, 8, 3),
     PrefillTiles(128, 64, 128, 8, 3),
-    PrefillTiles(128, 64, 128, 8, 2, 128),
-    PrefillTiles(64, 64, 128, 4, 3),
-    PrefillTiles(64, 64, 128, 4, 2),
-    PrefillTiles(64, 128, 128, 4, 2),
+    PrefillTiles(128, 128, 128, 8, 3),
+    PrefillTiles(128, 64, 128, 8, 2),
 ]
-
-
-def _with(**changes: Any) -> DecodeTiles:
-    return dataclasses.replace(_TILE, **changes)
 
 
 def variants(case: Case) -> Iterator[Variant]:
     """The sweep of one case, the default first."""
-    few = case.rows * (_HEADS // _KV_HEADS) <= 16
     if case.rows > 16:
         yield from (Variant(tiles) for tiles in _PREFILL_TILES)
     elif case.batch * _KV_HEADS >= 132:
-        changes: list[dict[str, Any]] = [
-            {},
-            {"one_loop": True},
-            {"fine": 256},
-            {"fine": 256, "one_loop": True},
-            {"stages": 2},
-            {"stages": 5},
-        ]
-        tiles = [_with(**change) for change in changes] + _DOT_TILES
-        yield from (Variant(t, "whole") for t in tiles + (_FEW_ROW_TILES if few else []))
-    elif case.context > 8192:
-        yield Variant(_TILE, "split")
-        for coarse in (1024, 2048, 4096):
-            for programs in (4, 8, 16) if case.batch > 1 else (16, 32, 64):
-                yield Variant(_with(coarse=coarse), "split", programs)
-        yield Variant(_with(stages=5), "split")
-        yield Variant(_with(stages=2), "split")
-        yield Variant(_TILE, "split", merge="last")
+        yield Variant(_TILE, "whole")
+        yield Variant(dataclasses.replace(_TILE, stages=2), "whole")
     else:
-        for fine in (128, 64, 256):
-            for merge in _MERGES:
-                yield Variant(_with(fine=fine), "split", merge=merge)
-        yield Variant(_with(stages=2), "split")
-        yield Variant(_with(stages=5), "split")
-        yield Variant(_with(key_tile=32, stages=5), "split")
-        yield Variant(_TILE, "split", 4)
-        yield from (Variant(t, "split") for t in _DOT_TILES + (_FEW_ROW_TILES if few else []))
+        yield Variant(_TILE, "split")
+        yield from (Variant(_TILE, "split", programs) for programs in _programs(case))
+        yield Variant(dataclasses.replace(_TILE, stages=2), "split")
+        if case.batch == 8:  # another key tile: other bits, hence for all cases or none
+            yield Variant(DecodeTiles(64, 32, 128, 4, 4), "split")
+            yield Variant(DecodeTiles(64, 32, 128, 4, 5), "split")
 
 
-_MERGES: tuple[Merge, ...] = ("launch", "last")
+def _programs(case: Case) -> tuple[int, ...]:
+    """Programs that share the splits of a request and key head, to compare."""
+    if case.context > 8192:
+        return (3, 4, 8) if case.batch > 1 else (16, 32, 64)
+    return (3, 4, 5, 8) if case.batch in (4, 8) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +173,6 @@ def call(case: Case, variant: Variant, query: Tensor, pages: Tensor, view: Atten
         tiles=variant.tiles,
         mode=variant.mode,
         programs=variant.programs,
-        merge=variant.merge,
     )
 
 
@@ -237,7 +198,7 @@ def compile_all(cases: list[Case], budget_s: float) -> None:
     for case in cases:
         for variant in variants(case):
             aligned = case.table_width % 16 == 0  # a different kernel otherwise
-            jobs.setdefault((variant.tiles, variant.mode, variant.merge, aligned), (case, variant))
+            jobs.setdefault((variant.tiles, variant.mode, aligned), (case, variant))
     workers = max(1, min(len(jobs), 12, (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
@@ -324,28 +285,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--budget-s", type=float, default=90.0, help="stop starting work after")
-    parser.add_argument("--only", choices=[*_CASES, "chain"], help="one section of the cases")
+    parser.add_argument("--only", choices=[*_CASES], help="one section of the cases")
     parser.add_argument("--quick", action="store_true", help="the first variant of each case only")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
     options = parser.parse_args()
     began = time.perf_counter()
     device = torch.device("cpu" if options.cpu_check else "cuda")
-    rows: list[dict[str, Any]] = []
-    if options.only != "chain":
-        sections = _TOY if options.cpu_check else _CASES
-        cases = [
-            c for name, cases in sections.items() if options.only in (None, name) for c in cases
-        ]
-        dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
-        if cases:
-            rows += sweep(
-                Setting(device, dtype, layers, cases), options.budget_s, quick=options.quick
-            )
-    if options.only in (None, "chain"):
-        from dflash_serve.bench import attention_chain
-
-        for row in attention_chain.run(device, began + options.budget_s):
-            rows.append(row)
+    sections = _TOY if options.cpu_check else _CASES
+    cases = [c for name, cases in sections.items() if options.only in (None, name) for c in cases]
+    dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
+    setting = Setting(device, dtype, layers, cases)
+    rows = sweep(setting, options.budget_s, quick=options.quick) if cases else []
     print(f"{time.perf_counter() - began:.0f} s")
     if options.output:
         result = {"layers": _LAYERS, "read_tb_s": _READ_TB_S, "rows": rows}

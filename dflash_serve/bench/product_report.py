@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from dflash_serve.bench.product_jobs import Job
-from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Fold
+from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, ROW_BUCKETS
 
 __all__ = ["Result", "best_parts", "report", "summary", "table"]
 
@@ -57,7 +57,6 @@ class Result:
             "variant": job.label,
             "tile": None if job.tile is None else dataclasses.astuple(job.tile),
             "parts": _parts(self),
-            "fold": job.fold,
             "large": job.large,
             "us": self.ms * 1e3,
             "tb_s": self.bandwidth / 1e12,
@@ -78,8 +77,6 @@ def report(results: list[Result], shown: int = 4) -> None:
         own = sorted((r for r in found if r.job.tile is not None), key=lambda r: r.ms)
         for result in own[:shown]:
             print(result.line())
-        for fold in sorted({r.job.fold for r in own} - {r.job.fold for r in own[:shown]}):
-            print(next(r for r in own if r.job.fold == fold).line())
         for parts in sorted({_parts(r) for r in own} - {_parts(r) for r in own[:shown]}):
             print(next(r for r in own if _parts(r) == parts).line())
 
@@ -149,20 +146,18 @@ def summary(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def table(results: list[Result], folds: tuple[Fold, ...]) -> str:
-    """Best tiles as text for `gpu/tiles.py`, and the best time of every fold."""
+def table(results: list[Result]) -> str:
+    """Best tiles as text for `gpu/tiles.py`."""
     lines = []
     chosen = best_parts(results)
     for title, gated in (("TILES", False), ("GATED_TILES", True)):
         entries: dict[tuple[int, int], dict[int, Result]] = {}
         for result in results:
             job = result.job
-            tuned = job.tile is not None and not job.large and job.rows in (16, 32, 64, 128)
-            normed = job.shape.kind in ("norm", "gated")
+            tuned = job.tile is not None and not job.large and job.rows in ROW_BUCKETS
             if (
                 not tuned
                 or (job.shape.kind == "gated") != gated
-                or (normed and job.fold not in folds)
                 or _parts(result) != chosen.get(job.shape.name, 1)
             ):
                 continue

@@ -2,8 +2,7 @@
 
     python -m dflash_serve.bench.products --part decode --output products.json
 
-Parts: the product of few rows (decode), the same with K in parts and through the copy engine
-(decode2), of many rows (large), and what float32 logits cost beside short ones (logits).
+Parts: the product of few rows (decode) and of many (large).
 
 Every figure is the median over replays of one CUDA graph that multiplies by every layer's weight
 in turn, all of them resident: no weight is still in L2 when its turn comes again.
@@ -27,24 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.bench.product_jobs import LOGITS, SHAPES, TOYS, Job, Shape, jobs_of, toy
+from dflash_serve.bench.product_jobs import SHAPES, TOYS, Job, Shape, jobs_of
 from dflash_serve.bench.product_report import Result, report, summary, table
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear as few
 from dflash_serve.kernels.gpu import linear_large as many
+from dflash_serve.kernels.gpu.norm import rms_norm
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS
 
 __all__ = ["Inputs", "compile_ahead", "main", "measure", "milliseconds", "random_weights"]
 
 _EPS = 1e-6
 _REPLAYS = 12
-_PARTS = ("decode", "decode2", "large", "logits")
-_USUAL_ROWS = {
-    "decode": (16, 1, 128, 64),
-    "decode2": (128, 16, 64, 32),
-    "large": (2048, 512, 256, 1024, 8192),
-    "logits": (512, 2048),
-}
+_USUAL_ROWS = {"decode": (128, 16, 64, 32), "large": (2048, 512, 256, 1024, 8192)}
 
 
 class Inputs:
@@ -69,40 +63,23 @@ def random_weights(shape: Shape, device: str) -> list[Tensor]:
 def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
     """One product of a job."""
     kind, x, tile = job.shape.kind, inputs.x, job.tile
-    residual = inputs.residual if kind == "add" else None
-    gated = kind == "gated"
-    out_dtype = torch.float32 if kind == "head" else None
     if tile is None:
         return _library(job, inputs, weight)
+    residual = inputs.residual if kind == "add" else None
+    out_dtype = torch.float32 if kind == "head" else None
     if job.large:
-        return many.product(
-            x,
-            weight,
-            tile,
-            residual=residual,
-            gated=gated,
-            out_dtype=out_dtype,
-            halves=job.halves,
-            persistent=job.persistent,
-        )
-    return few.product(
-        x,
-        weight,
-        tile,
-        norm=inputs.norm if kind in ("norm", "gated") else None,
-        eps=_EPS,
-        fold=job.fold,
-        residual=residual,
-        gated=gated,
-        out_dtype=out_dtype,
-    )
+        return many.product(x, weight, tile, residual=residual, out_dtype=out_dtype)
+    gated = kind == "gated"
+    if kind in ("norm", "gated"):
+        x = rms_norm(x, inputs.norm, _EPS)
+    return few.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
     """The same through cuBLAS, with what surrounds the product in kernels of its own."""
     kind, x = job.shape.kind, inputs.x
     if kind in ("norm", "gated") and not job.large:
-        x = few.row_norm(x, inputs.norm, _EPS, apply=True)
+        x = rms_norm(x, inputs.norm, _EPS)
     if kind == "add":
         return torch.addmm(inputs.residual, x, weight.t())
     if kind == "head" and x.is_cuda:
@@ -174,10 +151,7 @@ def compile_ahead(jobs: Iterable[Job], deadline: float) -> set[tuple[object, ...
 def _kernel_key(job: Job) -> tuple[object, ...]:
     """What a kernel is compiled for."""
     kind = job.shape.kind
-    gated, normed = kind == "gated", kind in ("norm", "gated") and not job.large
-    if normed and job.fold != "apart":
-        return (job.tile, gated, job.fold)
-    return (job.tile, gated, kind if kind in ("add", "head") else "", job.large, job.halves)
+    return (job.tile, kind if kind in ("gated", "add", "head") else "", job.large)
 
 
 # -- running and reporting ----------------------------------------------------------------------
@@ -218,7 +192,7 @@ def measure(
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write what the flags ask for."""
     parser = argparse.ArgumentParser(description="Tiles of the matrix products, timed.")
-    parser.add_argument("--part", choices=_PARTS, default="decode")
+    parser.add_argument("--part", choices=tuple(_USUAL_ROWS), default="decode")
     parser.add_argument("--shapes", nargs="*", default=[], help="some of the shapes, by name")
     parser.add_argument("--rows", nargs="*", type=int, default=[])
     parser.add_argument("--budget-s", type=float, default=85.0, help="start nothing after this")
@@ -229,30 +203,19 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cpu" if given.cpu_check else "cuda"
     shapes = TOYS if given.cpu_check else SHAPES
     shapes = tuple(s for s in shapes if not given.shapes or s.name in given.shapes)
-    few_rows = given.part in ("decode", "decode2")
-    if given.part == "logits":
-        heads = (*(s for s in SHAPES if s.kind == "head"), LOGITS)
-        shapes = tuple(toy(s) for s in heads) if given.cpu_check else heads
-    if few_rows and max(given.rows, default=0) > INVARIANT_ROWS:
-        parser.error(f"--part {given.part} takes at most {INVARIANT_ROWS} rows; use --part large")
+    decode = given.part == "decode"
+    if decode and max(given.rows, default=0) > INVARIANT_ROWS:
+        parser.error(f"--part decode takes at most {INVARIANT_ROWS} rows; use --part large")
     jobs = jobs_of(given.part, shapes, given.rows or _USUAL_ROWS[given.part], given.cpu_check)
     failed = set() if given.cpu_check else compile_ahead(jobs, deadline)
     print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
     results = measure(jobs, device, failed, deadline)
     report(results)
-    tables: dict[str, str] = {}
-    if few_rows:
-        tables = {
-            "rstd_or_apart": table(results, ("rstd", "apart")),
-            "loop": table(results, ("loop",)),
-        }
-    if given.part == "decode2":
-        print(f"\n{summary(results)}")
-        tables.pop("loop")
-    for title, text in tables.items():
-        print(f"\n# norm: {title}\n{text}")
+    found = {"part": given.part, "results": [r.as_json() for r in results]}
+    if decode:
+        found["table"] = table(results)
+        print(f"\n{summary(results)}\n\n{found['table']}")
     if given.output is not None:
-        found = {"part": given.part, "results": [r.as_json() for r in results], "tables": tables}
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

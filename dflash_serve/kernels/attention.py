@@ -143,20 +143,12 @@ class AttentionView:
         return mask.repeat(1, group, 1)[:, None]
 
 
-def attend(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    view: AttentionView,
-    prefetch: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: AttentionView) -> Tensor:
     """Softmax attention with scale head_dim ** -0.5 over the keys of a view.
 
     Args:
         query: [B, R, heads, head_dim]; [T, heads, head_dim] when the view has `row_starts`.
         key_pages, value_pages: [num_pages, page_size, kv_heads, head_dim].
-        prefetch: [N, K], contiguous: the weight that the result is multiplied with next. On a GPU
-            it may be brought into the cache meanwhile; no result depends on it.
 
     Returns:
         The shape of the query. Rows that `row_starts` gives to no request are undefined.
@@ -164,7 +156,7 @@ def attend(
     if compiled(query):
         from dflash_serve.kernels.gpu import attention as gpu
 
-        return gpu.attend(query, key_pages, value_pages, view, prefetch)
+        return gpu.attend(query, key_pages, value_pages, view)
     if view.row_starts is None:
         return _attend(query, key_pages, value_pages, view)
     out = torch.zeros_like(query)

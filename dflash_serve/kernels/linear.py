@@ -1,7 +1,7 @@
 """Matrix products of activations with a weight, and what is done to their input and output.
 
-On a GPU the norm of the input, the gated activation and the residual add are part of the product
-as long as the rows are few: each would cost as much time as a small product on its own.
+On a GPU the gated activation and the residual add are part of the product as long as the rows are
+few: each would cost as much time as a small product on its own. The norm of the input is a kernel.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """rms_norm(x) @ weight.T: [T, K] with norm weight [K] and [N, K] → [T, N]."""
-    if compiled(x):
-        from dflash_serve.kernels.gpu import linear as gpu
-
-        return gpu.norm_linear(x, norm, eps, weight)
     return linear(rms_norm(x, norm, eps), weight)
 
 

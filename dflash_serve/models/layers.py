@@ -107,7 +107,7 @@ class Attention:
             self.num_heads,
         )
         query = query.view(-1, batch.rows, self.num_heads, self.head_dim)
-        out = attend(query, *pages, view, prefetch=self.o)
+        out = attend(query, *pages, view)
         return add_product(stream, out.reshape(stream.shape[0], -1), self.o, self.group)
 
 

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.attention import attend, check_heads, check_page_size
-from dflash_serve.kernels.gpu.attention import (
-    FEW_ROWS,
-    Mode,
-    decode_attention,
-    decode_tiles,
-)
+from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, decode_attention
 from dflash_serve.kernels.gpu.attention_splits import split_count
-from tests.kernels.paging import DEVICE, DTYPE, DTYPES, TOLERANCE, Case, kernels, paged
+from tests.kernels.paging import DEVICE, DTYPES, TOLERANCE, Case, kernels, paged
 
 torch.backends.cuda.matmul.allow_tf32 = False
 MODES: list[Mode] = ["whole", "split"]
@@ -120,17 +115,6 @@ def test_more_packed_rows_than_a_tile_equal_torch() -> None:
     assert_equals_reference(run(case), case)
 
 
-@each_mode
-def test_sums_through_the_dot_product_equal_torch(mode: Mode) -> None:
-    case = paged([200], 4)
-    tiles = dataclasses.replace(decode_tiles(64, DTYPE, 8), sum_by_dot=True)
-    with kernels():
-        out = decode_attention(
-            case.query, case.keys, case.values, case.view, tiles=tiles, mode=mode
-        )
-    assert_equals_reference(out, case)
-
-
 def test_a_row_that_holds_nan_spoils_only_its_own_request() -> None:
     case = paged([100, 50], 2)
     clean = run(case)
@@ -223,19 +207,9 @@ def test_the_reference_takes_each_request_of_a_ragged_view_on_its_own() -> None:
         assert (out[first : first + count] - alone[0]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("fine", "coarse", "expected"),
-    [
-        (64, 1024, [1, 4, 5, 16, 17, 20, 21, 32, 33, 34]),
-        (128, 2048, [1, 2, 3, 8, 9, 12, 13, 24, 25, 25]),
-        (256, 4096, [1, 1, 2, 4, 5, 8, 9, 20, 21, 21]),
-    ],
-)
-def test_split_counts_follow_the_tiers_of_split_sizes(
-    fine: int, coarse: int, expected: list[int]
-) -> None:
-    lengths = [1, 256, 257, 1024, 1025, 2048, 2049, 8192, 8193, 9217]
-    assert [split_count(n, fine, coarse) for n in lengths] == expected
+def test_split_counts_follow_the_tiers_of_split_sizes() -> None:
+    lengths = [1, 128, 129, 1024, 1025, 2048, 2049, 8192, 8193, 16384, 16385, 32768]
+    assert [split_count(n) for n in lengths] == [1, 1, 2, 8, 9, 12, 13, 24, 25, 32, 33, 40]
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 4, 12, 24, 48])

@@ -7,7 +7,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from dflash_serve.kernels.gpu.attention_splits import merge_splits, split_first, split_index
+from dflash_serve.kernels.gpu.attention_splits import (
+    merge_splits,
+    nearest_split,
+    split_first,
+    split_index,
+    split_stop,
+    store_part,
+)
 from dflash_serve.kernels.gpu.attention_tiles import (
     attend_keys,
     load_query,
@@ -16,6 +23,8 @@ from dflash_serve.kernels.gpu.attention_tiles import (
 )
 
 __all__ = ["decode", "merge_parts"]
+
+_ONE_LOOP_KEYS = tl.constexpr(512)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,68 +37,27 @@ def _key_range(start: tl.tensor, rows: tl.tensor, capacity: tl.tensor, WINDOW: t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fetch_ahead(
-    ahead: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    lines: tl.tensor,
-    row_lines: tl.tensor,
-    depth: tl.tensor,
-    SPAN: tl.constexpr,
-    LINE: tl.constexpr,
-) -> None:
-    """Ask for this program's share of the first `row_lines` cache lines of every row."""
-    for first in range(program * SPAN, lines, programs * SPAN):
-        at = tl.minimum(first + tl.arange(0, SPAN), lines - 1)
-        address = ahead + (at // row_lines).to(tl.int64) * depth + at % row_lines * LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [address.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+def _share(first: tl.tensor, stop: tl.tensor) -> Any:
+    """First key and stop of this program's splits, of those that hold the keys first…stop−1.
+
+    One split each where there are enough programs; else as even shares of the keys as splits allow.
+    """
+    count, index = tl.num_programs(2), tl.program_id(2)
+    split = split_index(first)
+    if split_index(stop - 1) - split < count:
+        begin, end = split_first(split + index), split_first(split + index + 1)
+    else:
+        share = tl.cdiv(stop - first, count)
+        begin, end = (
+            nearest_split(first + share * index),
+            nearest_split(first + share * index + share),
         )
+    begin = tl.where(index > 0, tl.maximum(begin, first), first)
+    end = tl.where(index < count - 1, tl.minimum(end, stop), stop)
+    return begin, end
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_rows(
-    part_max: tl.tensor,
-    part_sum: tl.tensor,
-    part_acc: tl.tensor,
-    out: tl.tensor,
-    packed: tl.tensor,
-    pair: tl.tensor,
-    kv_head: tl.tensor,
-    split: tl.tensor,
-    last: tl.tensor,
-    rows: tl.tensor,
-    splits: tl.tensor,
-    first_column: tl.tensor,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SCALE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Merge and store packed rows [ROWS] of a request and key head, which `pair` numbers."""
-    tokens, members = packed // GROUP, packed % GROUP
-    column = first_column + tl.arange(0, COLUMNS)
-    width = rows * GROUP
-    row_sum, acc = merge_splits(
-        part_max, part_sum, part_acc, (pair * splits + split) * width + packed, packed < width,
-        column, split, last, width, SCALE, HEAD_DIM,
-    )  # fmt: skip
-    heads = kv_head * GROUP + members
-    store_rows(
-        out, acc, tl.where(packed < width, row_sum, 1.0), tokens, heads, rows, first_column,
-        KV_HEADS * GROUP, HEAD_DIM, COLUMNS,
-    )  # fmt: skip
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["programs", "rows", "splits", "ahead_lines", "ahead_row_lines"]
-)
+@triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
 def decode(
     query: tl.tensor,
     key_pages: tl.tensor,
@@ -100,9 +68,6 @@ def decode(
     part_max: tl.tensor,
     part_sum: tl.tensor,
     part_acc: tl.tensor,
-    counters: tl.tensor,
-    ahead: tl.tensor,
-    programs: tl.tensor,
     rows: tl.tensor,
     splits: tl.tensor,
     capacity: tl.tensor,
@@ -110,9 +75,6 @@ def decode(
     page_stride: tl.tensor,
     slot_stride: tl.tensor,
     head_stride: tl.tensor,
-    ahead_lines: tl.tensor,
-    ahead_row_lines: tl.tensor,
-    ahead_depth: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -120,39 +82,17 @@ def decode(
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
     WHOLE: tl.constexpr,
-    LAST: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     SLICES: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    MERGE_TILE: tl.constexpr,
-    AHEAD: tl.constexpr,  # cache lines asked for at a time, 0 for none
-    LINE: tl.constexpr,  # elements of one
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
 ) -> None:
-    """A row tile of a key head over all its splits, or over every `programs`-th of them.
-
-    Programs past those prefetch. Those of the first splits start first, since a table has room for
-    more splits than most requests fill.
-    """
-    if tl.program_id(2) >= programs:
-        if AHEAD > 0:
-            plane = tl.num_programs(0) * tl.num_programs(1)
-            extra = tl.program_id(2) - programs
-            extra = extra * plane + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            _fetch_ahead(
-                ahead, extra, (tl.num_programs(2) - programs) * plane,
-                ahead_lines, ahead_row_lines, ahead_depth, AHEAD, LINE,
-            )  # fmt: skip
-        return
-    part = tl.program_id(0) % SLICES
+    """A row tile of a key head over all its splits, or over this program's share of them."""
+    value_slice = tl.program_id(0) % SLICES
     kv_head = tl.program_id(0) // SLICES % KV_HEADS
     row_tile = tl.program_id(0) // (SLICES * KV_HEADS)
     request = tl.program_id(1).to(tl.int64)
@@ -160,7 +100,6 @@ def decode(
     table += request * table_stride
     first, stop = _key_range(start, rows, capacity, WINDOW)
     aligned = first // KEY_TILE * KEY_TILE
-    split = split_index(first, FINE, COARSE) + tl.program_id(2)
     tokens, members = row_tokens(row_tile, GROUP, ROW_TILE)
     heads = kv_head * GROUP + members
     query += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
@@ -169,7 +108,7 @@ def decode(
     value_pages += kv_head * head_stride
     tile = load_query(query, tokens, heads, rows, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D)
     position = start + tl.minimum(tokens, rows - 1)
-    first_column = part * VALUE_TILE
+    first_column = value_slice * VALUE_TILE
 
     clear_first = aligned
     if WINDOW > 0:
@@ -178,57 +117,52 @@ def decode(
     if CAUSAL:
         clear_stop = (start + 1) // KEY_TILE * KEY_TILE
 
+    pair = request * KV_HEADS + kv_head
+    width = rows * GROUP
+    packed = tokens * GROUP + members
     if WHOLE:
-        row_max, row_sum, acc = attend_keys(
+        row_max, row_sum, acc, _, _, _ = attend_keys(
             tile, key_pages, value_pages, table, page_stride, slot_stride,
             aligned, stop, clear_first, clear_stop, stop, capacity, position, first_column,
-            SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE, ONE_LOOP,
+            stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+            "merge", PRECISION, EVICTION,
         )  # fmt: skip
         store_rows(
             out, acc, row_sum, tokens, heads, rows, first_column,
             KV_HEADS * GROUP, HEAD_DIM, VALUE_TILE,
         )  # fmt: skip
     else:
-        last = split_index(stop - 1, FINE, COARSE)
-        pair = request * KV_HEADS + kv_head
-        column = first_column + tl.arange(0, VALUE_TILE)
-        stored = (tokens < rows)[:, None] & (column < HEAD_DIM)[None, :]
-        while split <= last:
-            begin = tl.maximum(split_first(split, FINE, COARSE), aligned)
-            end = tl.minimum(split_first(split + 1, FINE, COARSE), stop)
-            # A split has masks everywhere or nowhere: two loops would each fill a pipeline.
-            clear = (begin >= clear_first) & (end <= clear_stop)
-            row_max, row_sum, acc = attend_keys(
+        part_max += pair * splits * width
+        part_sum += pair * splits * width
+        part_acc += pair * splits * width * HEAD_DIM
+        begin, end = _share(aligned, stop)
+        # Two splits go through one pipeline; storing more within it would take shared memory from
+        # its stages.
+        while begin < end:
+            boundary = split_stop(begin)
+            until = tl.minimum(split_stop(boundary), end)
+            boundary = tl.where(boundary < end, boundary, -1)
+            until = tl.where(boundary < 0, end, until)
+            # For few keys masks everywhere: a second loop would fill a pipeline of its own.
+            masked = (begin < clear_first) | (until > clear_stop)
+            masked = masked & (until - begin <= _ONE_LOOP_KEYS)
+            row_max, row_sum, acc, before_max, before_sum, before_acc = attend_keys(
                 tile, key_pages, value_pages, table, page_stride, slot_stride,
-                begin, end, begin, tl.where(clear, end, begin), stop, capacity, position,
-                first_column, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                False, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE, False,
+                begin, until, tl.where(masked, begin, clear_first),
+                tl.where(masked, begin, clear_stop), stop, capacity, position, first_column,
+                boundary, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+                "two", PRECISION, EVICTION,
             )  # fmt: skip
-            row = (pair * splits + split) * rows * GROUP + tokens * GROUP + members
-            tl.store(part_max + row, row_max, mask=(tokens < rows) & (part == 0))
-            tl.store(part_sum + row, row_sum, mask=(tokens < rows) & (part == 0))
-            tl.store(part_acc + row[:, None] * HEAD_DIM + column[None, :], acc, mask=stored)
-            split += programs
-        if LAST:
-            split = split_index(first, FINE, COARSE)
-            working = tl.minimum(programs, last + 1 - split)
-            if tl.program_id(2) < working:
-                counter = counters + pair * (tl.num_programs(0) // (SLICES * KV_HEADS)) + row_tile
-                # The barrier puts the stores of all threads before the count that announces them.
-                tl.debug_barrier()
-                before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if before == working * SLICES - 1:
-                    tl.debug_barrier()
-                    tl.store(counter, 0)
-                    for one in tl.static_range(SLICES):
-                        for at in range(0, tl.minimum(ROW_TILE, rows * GROUP), MERGE_TILE):
-                            packed = row_tile * ROW_TILE + at + tl.arange(0, MERGE_TILE)
-                            _merge_rows(
-                                part_max, part_sum, part_acc, out, packed, pair, kv_head,
-                                split, last, rows, splits, one * VALUE_TILE,
-                                GROUP, KV_HEADS, HEAD_DIM, SCALE, VALUE_TILE,
-                            )  # fmt: skip
+            store_part(
+                part_max, part_sum, part_acc, split_index(until - 1), packed, width,
+                first_column, row_max, row_sum, acc, HEAD_DIM,
+            )  # fmt: skip
+            if boundary > 0:
+                store_part(
+                    part_max, part_sum, part_acc, split_index(begin), packed, width,
+                    first_column, before_max, before_sum, before_acc, HEAD_DIM,
+                )  # fmt: skip
+            begin = until
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
@@ -246,8 +180,6 @@ def merge_parts(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
@@ -256,9 +188,15 @@ def merge_parts(
     request = tl.program_id(2).to(tl.int64)
     first, stop = _key_range(tl.load(starts + request).to(tl.int32), rows, capacity, WINDOW)
     packed = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    width = rows * GROUP
+    split = split_index(first)
+    row = ((request * KV_HEADS + kv_head) * splits + split) * width + packed
+    row_sum, acc = merge_splits(
+        part_max, part_sum, part_acc, row, packed < width, tl.arange(0, BLOCK_D),
+        split, split_index(stop - 1), width, SCALE, HEAD_DIM,
+    )  # fmt: skip
     out += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
-    _merge_rows(
-        part_max, part_sum, part_acc, out, packed, request * KV_HEADS + kv_head, kv_head,
-        split_index(first, FINE, COARSE), split_index(stop - 1, FINE, COARSE), rows, splits, 0,
-        GROUP, KV_HEADS, HEAD_DIM, SCALE, BLOCK_D,
+    store_rows(
+        out, acc, tl.where(packed < width, row_sum, 1.0), packed // GROUP,
+        kv_head * GROUP + packed % GROUP, rows, 0, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
     )  # fmt: skip

@@ -4,7 +4,8 @@ The partition depends on positions only. A row's bits depend on it, but not on w
 computes which split: results are merged one by one in ascending order, with explicit `fma`.
 
 Sizes grow so that a long context does not drown in partial results, and divide the limits so that
-no split straddles one: FINE keys below 1,024, then 256 below 2,048, 512 below 8,192, and COARSE.
+no split straddles one: 128 keys below 1,024, then 256 below 2,048, 512 below 8,192, 1,024 below
+16,384, and 2,048.
 """
 
 from __future__ import annotations
@@ -20,61 +21,81 @@ __all__ = [
     "fresh",
     "merge",
     "merge_splits",
+    "nearest_split",
     "split_count",
     "split_first",
     "split_index",
+    "split_stop",
+    "store_part",
 ]
 
-_TIERS = ((2048, 256), (8192, 512))  # (limit, size) between the fine and the coarse splits
-_FINE_LIMIT = 1024
-_LIMIT_0 = tl.constexpr(_FINE_LIMIT)
-_LIMIT_1, _SIZE_1 = tl.constexpr(_TIERS[0][0]), tl.constexpr(_TIERS[0][1])
-_LIMIT_2, _SIZE_2 = tl.constexpr(_TIERS[1][0]), tl.constexpr(_TIERS[1][1])
+_TIERS = ((1024, 128), (2048, 256), (8192, 512), (16384, 1024))  # (limit, size below it)
+_LAST_SIZE = 2048
+
+_LIMIT_0, _SIZE_0 = tl.constexpr(_TIERS[0][0]), tl.constexpr(_TIERS[0][1])
+_LIMIT_1, _SIZE_1 = tl.constexpr(_TIERS[1][0]), tl.constexpr(_TIERS[1][1])
+_LIMIT_2, _SIZE_2 = tl.constexpr(_TIERS[2][0]), tl.constexpr(_TIERS[2][1])
+_LIMIT_3, _SIZE_3 = tl.constexpr(_TIERS[3][0]), tl.constexpr(_TIERS[3][1])
+_SIZE_4 = tl.constexpr(_LAST_SIZE)
 
 
-def split_count(length: int, fine: int, coarse: int) -> int:
+def split_count(length: int) -> int:
     """Splits that hold at least one of the keys 0…length−1."""
     first, count = 0, 0
-    for limit, size in ((_FINE_LIMIT, fine), *_TIERS, (max(length, 1), coarse)):
+    for limit, size in (*_TIERS, (max(length, 1), _LAST_SIZE)):
         count += max(0, -(-(min(length, limit) - first) // size))
         first = limit
     return count
 
 
+_COUNT_0, _COUNT_1, _COUNT_2, _COUNT_3 = (tl.constexpr(split_count(limit)) for limit, _ in _TIERS)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def split_index(key: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+def split_index(key: tl.tensor) -> Any:
     """Index of the split that holds the key at a position."""
-    count_0: tl.constexpr = _LIMIT_0 // FINE
-    count_1: tl.constexpr = count_0 + (_LIMIT_1 - _LIMIT_0) // _SIZE_1
-    count_2: tl.constexpr = count_1 + (_LIMIT_2 - _LIMIT_1) // _SIZE_2
-    high = tl.where(
-        key < _LIMIT_2, count_1 + (key - _LIMIT_1) // _SIZE_2, count_2 + (key - _LIMIT_2) // COARSE
-    )
-    low = tl.where(key < _LIMIT_0, key // FINE, count_0 + (key - _LIMIT_0) // _SIZE_1)
-    return tl.where(key < _LIMIT_1, low, high)
+    index = _COUNT_3 + (key - _LIMIT_3) // _SIZE_4
+    index = tl.where(key < _LIMIT_3, _COUNT_2 + (key - _LIMIT_2) // _SIZE_3, index)
+    index = tl.where(key < _LIMIT_2, _COUNT_1 + (key - _LIMIT_1) // _SIZE_2, index)
+    index = tl.where(key < _LIMIT_1, _COUNT_0 + (key - _LIMIT_0) // _SIZE_1, index)
+    return tl.where(key < _LIMIT_0, key // _SIZE_0, index)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def split_first(split: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+def _size_before(key: tl.tensor) -> Any:
+    """Keys of the split that holds the key before this one."""
+    size = tl.where(key <= _LIMIT_3, _SIZE_3, _SIZE_4)
+    size = tl.where(key <= _LIMIT_2, _SIZE_2, size)
+    return tl.where(key <= _LIMIT_0, _SIZE_0, tl.where(key <= _LIMIT_1, _SIZE_1, size))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_first(split: tl.tensor) -> Any:
     """Position of the first key of a split."""
-    count_0: tl.constexpr = _LIMIT_0 // FINE
-    count_1: tl.constexpr = count_0 + (_LIMIT_1 - _LIMIT_0) // _SIZE_1
-    count_2: tl.constexpr = count_1 + (_LIMIT_2 - _LIMIT_1) // _SIZE_2
-    high = tl.where(
-        split < count_2,
-        _LIMIT_1 + (split - count_1) * _SIZE_2,
-        _LIMIT_2 + (split - count_2) * COARSE,
-    )
-    low = tl.where(split < count_0, split * FINE, _LIMIT_0 + (split - count_0) * _SIZE_1)
-    return tl.where(split < count_1, low, high)
+    key = _LIMIT_3 + (split - _COUNT_3) * _SIZE_4
+    key = tl.where(split < _COUNT_3, _LIMIT_2 + (split - _COUNT_2) * _SIZE_3, key)
+    key = tl.where(split < _COUNT_2, _LIMIT_1 + (split - _COUNT_1) * _SIZE_2, key)
+    key = tl.where(split < _COUNT_1, _LIMIT_0 + (split - _COUNT_0) * _SIZE_1, key)
+    return tl.where(split < _COUNT_0, split * _SIZE_0, key)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def ends_split(key: tl.tensor, FINE: tl.constexpr, COARSE: tl.constexpr) -> Any:
+def nearest_split(key: tl.tensor) -> Any:
+    """First key of a split, as near to `key` as there is one."""
+    return split_first(split_index(key + _size_before(key + 1) // 2))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_stop(key: tl.tensor) -> Any:
+    """First key after the split that holds the key at a position."""
+    size = _size_before(key + 1)
+    return (key // size + 1) * size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def ends_split(key: tl.tensor) -> Any:
     """Whether `key`, a multiple of the key tile above 0, is the first key after a split."""
-    high = tl.where(key <= _LIMIT_2, _SIZE_2, COARSE)
-    size = tl.where(key <= _LIMIT_0, FINE, tl.where(key <= _LIMIT_1, _SIZE_1, high))
-    return key % size == 0
+    return (key & (_size_before(key) - 1)) == 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -114,6 +135,30 @@ def merge(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def store_part(
+    part_max: tl.tensor,
+    part_sum: tl.tensor,
+    part_acc: tl.tensor,
+    split: tl.tensor,
+    packed: tl.tensor,
+    width: tl.tensor,
+    first_column: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    acc: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Keep the result of one split for `merge_splits`: packed rows below `width`."""
+    column = first_column + tl.arange(0, acc.shape[1])
+    row = split.to(tl.int64) * width + packed
+    once = (packed < width) & (first_column == 0)
+    tl.store(part_max + row, row_max, mask=once)
+    tl.store(part_sum + row, row_sum, mask=once)
+    stored = (packed < width)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(part_acc + row[:, None] * HEAD_DIM + column[None, :], acc, mask=stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _load_part(
     part_max: tl.tensor,
     part_sum: tl.tensor,
@@ -123,16 +168,13 @@ def _load_part(
     present: tl.tensor,
     HEAD_DIM: tl.constexpr,
 ) -> Any:
-    """Maximum, sum and weighted values of one split; of an absent one, those of no keys.
-
-    Past the L1 cache, which may hold lines from before other programs wrote them.
-    """
+    """Maximum, sum and weighted values of one split; of an absent one, those of no keys."""
     place = part_acc + row[:, None] * HEAD_DIM + column[None, :]
     inside = present[:, None] & (column < HEAD_DIM)[None, :]
     return (
-        tl.load(part_max + row, mask=present, other=float("-inf"), cache_modifier=".cg"),
-        tl.load(part_sum + row, mask=present, other=0.0, cache_modifier=".cg"),
-        tl.load(place, mask=inside, other=0.0, cache_modifier=".cg"),
+        tl.load(part_max + row, mask=present, other=float("-inf")),
+        tl.load(part_sum + row, mask=present, other=0.0),
+        tl.load(place, mask=inside, other=0.0),
     )
 
 

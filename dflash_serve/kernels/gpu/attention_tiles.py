@@ -76,7 +76,6 @@ def _add_tile(
     acc: tl.tensor,
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> Any:
     """Online softmax over one more tile of keys. SCALE holds log2(e), hence exp2."""
@@ -87,13 +86,7 @@ def _add_tile(
     base = finite(peak)
     old = tl.exp2((row_max - base) * SCALE)
     weight = tl.exp2(tl.fma(score, SCALE, -(base * SCALE)[:, None]))
-    if SUM_BY_DOT:
-        # All columns of the product are equal, so that their maximum is any of them.
-        ones = tl.full((key.shape[0], 16), 1.0, value.dtype)
-        total = tl.max(tl.dot(weight.to(value.dtype), ones, input_precision=PRECISION), 1)
-    else:
-        total = tl.sum(weight, 1)
-    row_sum = tl.fma(row_sum, old, total)
+    row_sum = tl.fma(row_sum, old, tl.sum(weight, 1))
     acc = tl.dot(weight.to(value.dtype), value, acc * old[:, None], input_precision=PRECISION)
     return peak, row_sum, acc
 
@@ -154,6 +147,7 @@ def _scan(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
+    boundary: tl.tensor,
     merged_max: tl.tensor,
     merged_sum: tl.tensor,
     merged_acc: tl.tensor,
@@ -166,12 +160,9 @@ def _scan(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    MERGE: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
 ) -> Any:
     """Take the key tiles that begin in first…stop−1 into the state of a row tile.
 
@@ -213,15 +204,18 @@ def _scan(
             acc,
             SCALE,
             MASKED,
-            SUM_BY_DOT,
             PRECISION,
         )
-        # Two conditions, one of compile time.
-        if MERGE:  # noqa: SIM102
-            if ends_split(begin + KEY_TILE, FINE, COARSE):
+        # Nested conditions, since the outer ones are of compile time.
+        if SPLITS == "merge":  # noqa: SIM102
+            if ends_split(begin + KEY_TILE):
                 merged_max, merged_sum, merged_acc = merge(
                     merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
                 )
+                row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
+        if SPLITS == "two":  # noqa: SIM102
+            if begin + KEY_TILE == boundary:
+                merged_max, merged_sum, merged_acc = row_max, row_sum, acc
                 row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
     return row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page
 
@@ -242,6 +236,7 @@ def attend_keys(
     capacity: tl.tensor,
     position: tl.tensor,
     first_column: tl.tensor,
+    boundary: tl.tensor,
     SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -250,13 +245,9 @@ def attend_keys(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MERGE: tl.constexpr,
-    SUM_BY_DOT: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
-    FINE: tl.constexpr,
-    COARSE: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
 ) -> Any:
     """Softmax state of a row tile over the key tiles that begin in first…stop−1.
 
@@ -275,45 +266,45 @@ def attend_keys(
         position: [ROW_TILE] absolute positions of the rows.
         first_column: first of the VALUE_TILE columns of the values to weigh.
         WINDOW: a row sees keys less than this far behind it; 0 for all.
-        MERGE: keep splits apart and merge them.
-        FINE, COARSE: of `attention_splits`, for MERGE.
-        ONE_LOOP: compute all tiles with masks, in one pipeline that never drains.
+        boundary: first key of the second split, for SPLITS 'two'; −1 if there is none.
+        SPLITS: 'one' keeps none apart, 'merge' merges all, 'two' keeps two apart.
 
     Returns:
-        Maximum, sum and weighted values of all keys, or with MERGE those of the merged splits.
+        Maximum, sum and weighted values of all keys or, with 'two', of the last split; then, with
+        'two', those of the split before it.
     """
     page = _load_page_ids(table, first, capacity, KEY_TILE, PAGE)
     row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
     merged_max, merged_sum, merged_acc = fresh(position.shape[0], VALUE_TILE)
     hot = tl.minimum(tl.maximum(clear_first, first), stop)
     tail = tl.maximum(tl.minimum(clear_stop, stop // KEY_TILE * KEY_TILE), hot)
-    if ONE_LOOP:
-        hot, tail = first, first
-    if WINDOW > 0 and not ONE_LOOP:
+    if WINDOW > 0:
         row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
             query, key_pages, value_pages, table, page_stride, slot_stride,
             first, hot, page, capacity, present_stop, position, first_column,
-            row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
+            row_max, row_sum, acc, boundary,
+            merged_max, merged_sum, merged_acc,
             SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
-        )  # fmt: skip
-    if not ONE_LOOP:
-        row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
-            query, key_pages, value_pages, table, page_stride, slot_stride,
-            hot, tail, page, capacity, present_stop, position, first_column,
-            row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
-            SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            False, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
+            True, SPLITS, PRECISION, EVICTION,
         )  # fmt: skip
     row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
-        tail, stop, page, capacity, present_stop, position, first_column,
-        row_max, row_sum, acc, merged_max, merged_sum, merged_acc,
+        hot, tail, page, capacity, present_stop, position, first_column,
+        row_max, row_sum, acc, boundary,
+        merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        True, MERGE, SUM_BY_DOT, PRECISION, EVICTION, FINE, COARSE,
+        False, SPLITS, PRECISION, EVICTION,
     )  # fmt: skip
-    if MERGE:
+    row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
+        query, key_pages, value_pages, table, page_stride, slot_stride,
+        tail, stop, page, capacity, present_stop, position, first_column,
+        row_max, row_sum, acc, boundary,
+        merged_max, merged_sum, merged_acc,
+        SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+        True, SPLITS, PRECISION, EVICTION,
+    )  # fmt: skip
+    if SPLITS == "merge":
         row_max, row_sum, acc = merge(
             merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
         )
-    return row_max, row_sum, acc
+    return row_max, row_sum, acc, merged_max, merged_sum, merged_acc

@@ -3,8 +3,8 @@
 A product of 128 rows with a weight of 4096 rows has too few tiles for all processors unless they
 are small, and small tiles read x too often. Cut along K there are enough large ones. Into how many
 parts depends on the shape of the weight alone, never on the rows; every part is summed in
-ascending order from zero, and the sums are added in ascending order from zero, whether one program
-does it all ("copy", and `linear` without a copy engine) or many do ("spread"): the bits are equal.
+ascending order from zero, and the program that ends last adds the sums in ascending order. In one
+part the bits are those of `linear`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,28 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.errors import ConfigError
-from dflash_serve.kernels.gpu.linear_large import check_aligned, finish
-from dflash_serve.kernels.gpu.tiles import Tile
+from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
-__all__ = ["check_parts", "product", "turn"]
+__all__ = ["addressable", "check_parts", "finish", "product"]
 
 _COUNTERS = 1 << 16
 
 
 @triton.jit
-def turn(total, acc, ends):  # type: ignore[no-untyped-def]
-    """Where a part ends, add its sum to the total and start the next one from zero."""
-    return tl.where(ends, total + acc, total), tl.where(ends, 0.0, acc)
+def finish(  # type: ignore[no-untyped-def]
+    acc, up, residual, out, row, column, rows, columns, residual_stride, KIND, GATED, ADD
+):
+    """Activation, residual and store of one part of a tile, rounded where the reference rounds."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    if GATED:
+        gate = acc.to(KIND).to(tl.float32)
+        acc = (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32) * up.to(KIND).to(tl.float32)
+    if ADD:
+        from_at = residual + row[:, None].to(tl.int64) * residual_stride + column[None, :]
+        base = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
+        acc = base + acc.to(KIND).to(tl.float32)
+    to_at = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(to_at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 # A row count that is 1 or a multiple of 16 gets no kernel of its own.
@@ -49,48 +59,37 @@ def _product(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
-    SPREAD: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One [ROWS, COLUMNS] tile of the output, or with SPREAD one part of its sum."""
+    """One [ROWS, COLUMNS] tile of the output, or with PARTS one part of its sum."""
     # Row tiles of the same weight run side by side, then the parts of the same output.
     row_tiles = tl.cdiv(rows, ROWS)
     row_tile = tl.program_id(0) % row_tiles
     column_tile = tl.program_id(0) // row_tiles
     steps = tl.cdiv(depth, DEPTH)
-    span = steps // PARTS
     part = 0
-    if SPREAD:
+    if PARTS > 1:
         part = column_tile % PARTS
         column_tile = column_tile // PARTS
-        steps = span
+        steps = steps // PARTS
     row0 = row_tile * ROWS
     column0 = column_tile * COLUMNS
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(part * span, part * span + steps):
+    for step in range(part * steps, part * steps + steps):
         a = x.load([row0, step * DEPTH])
         w = weight.load([column0, step * DEPTH])
         acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
         if GATED:
             u = weight.load([columns + column0, step * DEPTH])
             up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
-        if PARTS > 1 and not SPREAD:
-            ends = (step + 1) % span == 0
-            total, acc = turn(total, acc, ends)
-            if GATED:
-                up_total, up = turn(up_total, up, ends)
-    if PARTS == 1 and not SPREAD:
-        total, up_total = acc, up
 
     row = row0 + tl.arange(0, ROWS)
     column = column0 + tl.arange(0, COLUMNS)
     kind: tl.constexpr = weight.dtype
-    if SPREAD:
+    if PARTS > 1:
         size: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1)
         inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         tile = column_tile * row_tiles + row_tile
@@ -102,39 +101,20 @@ def _product(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
         if before == PARTS - 1:
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for other in tl.static_range(PARTS):
                 total += tl.load(first + other * size, cache_modifier=".cg")
                 if GATED:
                     up_total += tl.load(first + other * size + ROWS * COLUMNS, cache_modifier=".cg")
             finish(
-                total,
-                up_total,
-                residual,
-                out,
-                row,
-                column,
-                rows,
-                columns,
-                residual_stride,
-                kind,
-                GATED,
-                ADD,
-            )
+                total, up_total, residual, out, row, column, rows, columns, residual_stride, kind,
+                GATED, ADD,
+            )  # fmt: skip
             tl.store(arrived + tile, 0)
     else:
         finish(
-            total,
-            up_total,
-            residual,
-            out,
-            row,
-            column,
-            rows,
-            columns,
-            residual_stride,
-            kind,
-            GATED,
-            ADD,
+            acc, up, residual, out, row, column, rows, columns, residual_stride, kind, GATED, ADD
         )
 
 
@@ -157,22 +137,20 @@ def product(
     Returns:
         [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
     """
-    check_aligned(x, weight)
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
-    check_parts(depth, tile)
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
-    spread = tile.mode == "spread"
+    x = addressable(x, weight)
     count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     partial = arrived = out
-    if spread:
+    if tile.parts > 1:
         size = tile.parts * tile.rows * tile.columns * (2 if gated else 1)
         partial = x.new_empty((count, size), dtype=torch.float32)
         arrived = _counters(x.device)
         if count > _COUNTERS:
             raise ConfigError(f"a spread product of {count} tiles; at most {_COUNTERS}")
-    _product[(count * (tile.parts if spread else 1),)](
+    _product[(count * tile.parts,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         x if residual is None else residual,
@@ -187,7 +165,6 @@ def product(
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         PARTS=tile.parts,
-        SPREAD=spread,
         GATED=gated,
         ADD=residual is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -198,17 +175,45 @@ def product(
 
 
 def check_parts(depth: int, tile: Tile) -> None:
-    """Refuse parts of K that are no whole number of steps."""
-    if tile.parts > 1 and depth % (tile.parts * tile.depth):
+    """Refuse parts of K that are no whole number of steps, or that one program would sum."""
+    if tile.parts > 1 and (depth % (tile.parts * tile.depth) or tile.mode != "spread"):
         raise ConfigError(
-            f"a product over K = {depth} in {tile.parts} parts of steps of {tile.depth}; K must "
-            "be a multiple of their product: choose another tile"
+            f"a product over K = {depth} in {tile.parts} parts of steps of {tile.depth}, mode "
+            f"{tile.mode!r}; K must be a multiple of their product and the mode 'spread': choose "
+            "another tile"
         )
+
+
+def addressable(x: Tensor, weight: Tensor) -> Tensor:
+    """The rows, copied if the copy engine cannot address them where they lie.
+
+    Raises:
+        ConfigError: a K or a weight that it cannot address.
+    """
+    if not _aligned(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    for name, tensor in (("rows", x), ("weight", weight)):
+        if not _aligned(tensor):
+            raise ConfigError(
+                f"the {name} of a product through the copy engine lie "
+                f"{tensor.stride(0) * tensor.element_size()} bytes apart from address "
+                f"{tensor.data_ptr():#x}; both must be multiples of {COPY_BYTES}: pad K, or take "
+                "another tile"
+            )
+    return x
+
+
+def _aligned(tensor: Tensor) -> bool:
+    apart = tensor.stride(0) * tensor.element_size()
+    return tensor.stride(1) == 1 and not (apart % COPY_BYTES or tensor.data_ptr() % COPY_BYTES)
 
 
 @functools.cache
 def _counters(device: torch.device) -> Tensor:
-    """Zeros that every product leaves as it found them; products of a process do not overlap."""
+    """Zeros that every product leaves as it found them; products of a process do not overlap.
+
+    A captured step finds them: it is captured only after the same step has run.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             "the first product in spread parts of a process was captured in a graph, which would "

@@ -37,8 +37,6 @@ class PrefillTiles:
         key_tile: keys of an iteration.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the kernel.
-        registers: of a thread at most, so that several programs share a processor and one
-            multiplies while another takes exponentials; None for what the compiler wants.
     """
 
     row_tile: int
@@ -46,7 +44,6 @@ class PrefillTiles:
     value_tile: int
     warps: int = 8
     stages: int = 2
-    registers: int | None = None
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
@@ -56,7 +53,7 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
         return PrefillTiles(32, 32 if width <= 256 else 16, min(width, 128), warps=4, stages=1)
     if width > 256:
         return PrefillTiles(64, 32, 128, warps=4)
-    return PrefillTiles(128, 128 if width <= 128 else 64, width)
+    return PrefillTiles(128, 64, width, stages=3 if width <= 128 else 2)
 
 
 def prefill_attention(
@@ -118,7 +115,6 @@ def prefill_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        maxnreg=tiles.registers,
     )
     return out
 
@@ -211,11 +207,11 @@ def _prefill(
     else:
         stop = tl.minimum(start + rows, capacity)
         clear_stop = stop // KEY_TILE * KEY_TILE
-    _, row_sum, acc = attend_keys(
+    _, row_sum, acc, _, _, _ = attend_keys(
         tile, key_pages, value_pages, table, page_stride, slot_stride,
         first, stop, clear_first, clear_stop, stop, capacity, position, first_column,
-        SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        False, False, PRECISION, "", KEY_TILE, KEY_TILE, False,
+        stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+        "one", PRECISION, "",
     )  # fmt: skip
     store_rows(
         out, acc, row_sum, tokens, heads, rows, first_column,

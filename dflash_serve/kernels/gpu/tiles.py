@@ -1,8 +1,8 @@
 """Tiles of the matrix products, as data: measured for known shapes, a rule for all others.
 
-Row tiles and steps may differ from entry to entry: every product sums K in ascending order, so the
-bits of a row are the same for all of them. Only `Tile.parts` counts: it is the same in all entries
-of a shape.
+Row tiles, steps and loads may differ from entry to entry: every product sums K in ascending order,
+so the bits of a row are the same for all of them. Only `Tile.parts` counts: it is the same in all
+entries of a shape.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from typing import Literal
 import torch
 
 __all__ = [
-    "FOLDS",
+    "COPY_BYTES",
     "GATED_TILES",
     "INVARIANT_ROWS",
     "MANY_TILES",
     "ROW_BUCKETS",
     "TILES",
-    "Fold",
     "Mode",
     "Tile",
-    "fold_for",
     "large_tile",
-    "many_tile",
     "row_bucket",
     "shared_bytes",
     "tile_for",
@@ -41,24 +38,16 @@ ROW_BUCKETS = (16, 32, 64, 128)
 SHARED_BYTES = 227 * 1024  # what one program may use on Hopper
 _PROCESSORS = 132
 
-Fold = Literal["rstd", "apart", "loop"]
-"""Where the RMSNorm before a product is computed.
-
-rstd: a small kernel leaves 1 / rms of every row, the product normalises the rows it loads.
-apart: the small kernel stores the normalised rows themselves. Bit-equal to `rstd`.
-loop: the product sums the squares while it multiplies, and scales its result. Rounds differently.
-"""
-
-FOLDS: Mapping[int, Fold] = MappingProxyType(dict.fromkeys(ROW_BUCKETS, "apart"))
-"""Fold by row bucket. `loop` may stand here for all buckets or for none: rows would differ."""
-
 Mode = Literal["", "copy", "spread"]
-"""What loads a tile and where the parts of K are summed.
+"""What loads a tile and where K is summed.
 
-"": loads by address; one program sums all parts.
-copy: loads by the copy engine; one program sums all parts.
-spread: loads by the copy engine; every part has a program, and the last to end adds them up.
+"": loads by address; one program sums all of K.
+copy: loads by the copy engine; one program sums all of K.
+spread: loads by the copy engine; every part of K has a program, and the last to end adds them up.
 """
+
+COPY_BYTES = 16
+"""What the copy engine asks of addresses and of the distances of rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +61,9 @@ class Tile:
         warps: of a program.
         stages: loads in flight, in steps.
         parts: equal parts of K that are summed on their own, each a whole number of steps; their
-            sums are added in ascending order. It decides a row's bits: one number per shape.
-        mode: how the parts are run.
+            sums are added in ascending order. It decides a row's bits: one number per shape. More
+            than one only with "spread".
+        mode: how they are loaded and run.
     """
 
     rows: int
@@ -105,54 +95,53 @@ def _measured(
 
 
 # {(N, K): {row bucket or row count: (rows, columns, depth, warps, stages, …)}}, bf16 on one H200.
-# The bucket of 32 rows is not measured.
 TILES = _measured(
     {
         (6144, 4096): {  # Qwen3-8B q, k and v
-            16: (16, 32, 256, 4, 4),
+            16: (16, 64, 128, 4, 6, 1, "copy"),
             32: (32, 32, 256, 4, 4),
-            64: (64, 64, 128, 4, 6),
-            128: (128, 64, 64, 4, 6),
+            64: (64, 64, 128, 4, 5, 1, "copy"),
+            128: (128, 64, 128, 8, 4, 1, "copy"),
         },
         (4096, 4096): {  # o
-            16: (16, 32, 128, 4, 6),
-            32: (32, 32, 256, 4, 4),
-            64: (64, 32, 256, 4, 4),
-            128: (64, 64, 128, 4, 4),
+            16: (16, 32, 128, 4, 8),
+            32: (32, 32, 256, 4, 5, 1, "copy"),
+            64: (64, 32, 256, 4, 4, 1, "copy"),
+            128: (64, 64, 128, 4, 4, 1, "copy"),
         },
         (4096, 12288): {  # down
-            16: (16, 32, 256, 4, 6),
-            32: (32, 32, 256, 4, 4),
-            64: (64, 32, 256, 4, 4),
-            128: (64, 64, 128, 4, 4),
+            16: (16, 64, 256, 4, 4, 2, "spread"),
+            32: (32, 64, 128, 4, 5, 2, "spread"),
+            64: (64, 64, 128, 4, 5, 2, "spread"),
+            128: (128, 64, 128, 4, 4, 2, "spread"),
         },
         (151936, 4096): {  # head
             16: (16, 64, 128, 4, 4),
             32: (32, 64, 128, 4, 4),
-            64: (64, 128, 64, 4, 5),
-            128: (128, 128, 64, 8, 5),
+            64: (64, 128, 128, 4, 4, 1, "copy"),
+            128: (128, 256, 64, 8, 4, 1, "copy"),
         },
         (4096, 20480): {  # the draft's fc over five tapped layers
-            16: (16, 32, 256, 4, 6),
-            32: (32, 32, 256, 4, 4),
-            64: (64, 32, 256, 4, 4),
-            128: (64, 64, 128, 4, 4),
+            16: (16, 64, 256, 4, 4, 2, "spread"),
+            32: (32, 64, 128, 4, 5, 2, "spread"),
+            64: (64, 64, 128, 4, 5, 2, "spread"),
+            128: (128, 64, 128, 4, 4, 2, "spread"),
         },
         (10240, 4096): {  # the draft's keys and values of five layers
             16: (16, 64, 128, 4, 4),
             32: (32, 64, 128, 4, 4),
             64: (64, 128, 64, 4, 5),
-            128: (128, 128, 64, 8, 5),
+            128: (128, 128, 64, 8, 6, 1, "copy"),
         },
     }
 )
 GATED_TILES = _measured(
     {
         (24576, 4096): {  # gate and up
-            16: (16, 32, 128, 4, 4),
+            16: (16, 32, 128, 4, 3),
             32: (32, 32, 128, 4, 4),
-            64: (64, 32, 64, 4, 6),
-            128: (128, 128, 64, 8, 4),
+            64: (64, 32, 128, 4, 4, 1, "copy"),
+            128: (128, 128, 64, 8, 4, 1, "copy"),
         }
     }
 )
@@ -182,11 +171,6 @@ def row_bucket(rows: int) -> int:
     return next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
 
 
-def fold_for(rows: int) -> Fold:
-    """Where the norm is computed for a row count of at most `INVARIANT_ROWS`."""
-    return FOLDS[row_bucket(rows)]
-
-
 def shared_bytes(tile: Tile, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Shared memory that the loads of a tile take."""
     lines = tile.rows + tile.columns * (2 if gated else 1)
@@ -211,7 +195,10 @@ def tile_for(
 
 
 def _ruled(columns: int, depth: int, bucket: int, dtype: torch.dtype, *, gated: bool) -> Tile:
-    """Enough programs for all processors, weight tiles of 16 KB, whole steps where K allows it."""
+    """Enough programs for all processors, weight tiles of 16 KB, whole steps where K allows it.
+
+    In one part, and from 64 rows on through the copy engine where it can address the rows.
+    """
     parts = 2 if gated else 1
     wide = next((c for c in (64, 32) if columns >= c * parts * (_PROCESSORS - 12)), 16)
     wide = max(wide, 32) if bucket >= 64 else wide
@@ -220,8 +207,8 @@ def _ruled(columns: int, depth: int, bucket: int, dtype: torch.dtype, *, gated: 
     wide = wide // parts if wide > 32 else wide
     step = _step(depth, min(8192 // (wide * parts), {16: 512, 32: 256, 64: 128, 128: 128}[bucket]))
     warps = 8 if bucket == 128 and gated else 4
-    stages = 4
-    tile = Tile(bucket, wide, step, warps, stages)
+    copied = bucket >= 64 and depth * dtype.itemsize % COPY_BYTES == 0
+    tile = Tile(bucket, wide, step, warps, 4, mode="copy" if copied else "")
     while tile.stages > 2 and shared_bytes(tile, dtype, gated=gated) > SHARED_BYTES - 16384:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)
     return tile
@@ -247,18 +234,3 @@ def large_tile(columns: int, depth: int, rows: int, dtype: torch.dtype) -> Tile 
         if (n, k) == (columns, depth) and most * 7 < rows * 8 <= most * 8:
             return tile
     return None
-
-
-def many_tile(
-    columns: int, depth: int, rows: int, dtype: torch.dtype, *, gated: bool = False
-) -> Tile:
-    """A tile of `linear_large` for any product of many rows."""
-    if dtype.itemsize > 2:
-        return Tile(32, 64, 32, 8, 2)
-    found = None if gated else large_tile(columns, depth, rows, dtype)
-    if found is not None:
-        return found
-    if gated:
-        return Tile(128, 128, 64, 8, 3)
-    few = -(-rows // 128) * -(-columns // 256) < _PROCESSORS
-    return Tile(128, 128, 64, 8, 4) if few else Tile(128, 256, 64, 8, 3)
