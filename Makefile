@@ -8,7 +8,7 @@ DEMO_WHEELS := $(VENV)/demo
 PYTEST := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-gpu lint format bench manifests clean
+.PHONY: help install demo serve test test-all test-gpu test-gpu-demo lint format bench manifests clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ test-all: lint demo  ## the same and the slow ones, the demo pair included
 	$(PYTEST) -m "not gpu"
 
 test-gpu:  ## the tests that need a CUDA device, with the python at hand
+	$(PYTHON) -m pytest -m "not demo" tests/kernels tests/gpu
+
+test-gpu-demo:  ## those with the demo pair too; its target must be prepared (`make demo`)
 	$(PYTHON) -m pytest tests/kernels tests/gpu
 
 $(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dflash_serve.kernels.accept import commit
 from dflash_serve.kernels.backend import interpreted
-from dflash_serve.kernels.block import block_ids, gather_block, gather_step
+from dflash_serve.kernels.block import gather_step
 from dflash_serve.kernels.context_kv import store_context
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.norm import rms_norm
@@ -173,12 +173,8 @@ def _tables(sizes: Sizes, tokens: int, device: torch.device) -> Iterator[Case]:
     table = torch.ones((batch + 1, pages), dtype=torch.int64, device=device)
     slots = torch.arange(batch, device=device)
     moved = 8 * (2 * batch * pages + 2 * batch * rows)
-    block = _each(lambda _: gather_block(state[:, 1], table, slots, rows, page), 1)
-    yield Case("gather_block", tokens, moved, block)
     step = _each(lambda _: gather_step(state, table, slots, rows, page, 7), 1)
     yield Case("gather_step", tokens, moved + 8 * batch * (rows + 16), step)
-    ids = _each(lambda _: block_ids(state[:-1, 0], rows, 7), 1)
-    yield Case("block_ids", tokens, 8 * batch * rows, ids)
 
     picked = torch.ones((batch, rows), dtype=torch.int64, device=device)
     drafted = torch.zeros((batch, rows - 1), dtype=torch.int64, device=device)

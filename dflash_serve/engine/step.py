@@ -14,7 +14,7 @@ from dflash_serve.engine.drafters import DecodeBlock, Drafter, head_rows
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.state import DeviceState
 from dflash_serve.kernels.accept import commit
-from dflash_serve.kernels.block import BlockRows, StepRows, gather_block
+from dflash_serve.kernels.block import StepRows
 from dflash_serve.models.layers import RowBatch
 from dflash_serve.parallel.pick import RowSampling, row_noise
 
@@ -58,7 +58,7 @@ def decode(
         noisy, truncates: whether any slot needs noise, or truncation.
     """
     step = state.gather(slots, rows, pair.page_size, pair.settings.mask_id or 0)
-    batch, anchor = _row_batch(step.block, rows, longest), step.anchor
+    batch, anchor = RowBatch(**vars(step.block), rows=rows, longest=longest), step.anchor
     sampling = state.sampling(step, rows, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
 
@@ -122,15 +122,14 @@ def prefill(
         a NaN.
     """
     count = token_ids.shape[0]
-    block = gather_block(state.start, state.page_table, slots, count, pair.page_size)
-    batch = _row_batch(block, count, start + count)
+    step = state.gather(slots, count, pair.page_size, ahead=count)
+    batch = RowBatch(**vars(step.block), rows=count, longest=start + count)
     hidden, taps = pair.target(token_ids, batch, pair.target_kv)
     if taps is not None:
         pair.inject(taps, batch.positions, batch.slots)
     state.start.index_fill_(0, slots, start + count)
     if not sample:
         return None, hidden[-1:].isnan().any(dim=1)
-    step = state.gather(slots, 1, pair.page_size, ahead=0)
     sampling = state.sampling(step, 1, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
     picked, fault = head_rows(
@@ -138,14 +137,3 @@ def prefill(
     )
     state.anchor[slots] = picked
     return picked, fault
-
-
-def _row_batch(block: BlockRows, rows: int, longest: int) -> RowBatch:
-    return RowBatch(
-        start=block.start,
-        positions=block.positions,
-        slots=block.slots,
-        page_table=block.page_table,
-        rows=rows,
-        longest=longest,
-    )

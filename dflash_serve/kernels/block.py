@@ -14,7 +14,6 @@ __all__ = [
     "StepRows",
     "block_ids",
     "block_positions",
-    "gather_block",
     "gather_step",
     "page_slots",
 ]
@@ -56,29 +55,6 @@ class StepRows:
     state: Tensor
 
 
-def gather_block(
-    starts: Tensor, page_tables: Tensor, slots: Tensor, rows: int, page_size: int
-) -> BlockRows:
-    """Collect what a batch of running requests needs from the device tables.
-
-    Args:
-        starts: [S] committed length of every slot; any stride.
-        page_tables: [S, P].
-        slots: [B] the batch.
-        rows: R, rows of each request.
-    """
-    if compiled(starts):
-        from dflash_serve.kernels.gpu import block
-
-        return BlockRows(*block.gather_block(starts, page_tables, slots, rows, page_size))
-    start = starts[slots]
-    table = page_tables[slots]
-    positions = block_positions(start, rows)
-    return BlockRows(
-        start, positions.flatten(), page_slots(table, positions, page_size).flatten(), table
-    )
-
-
 def gather_step(
     state: Tensor,
     page_tables: Tensor,
@@ -94,9 +70,12 @@ def gather_step(
     Args:
         state: [S, C] int64, a slot's row with its anchor in column 0 and its committed length in
             column 1; the other columns are only copied.
-        page_tables, slots, rows, page_size: as `gather_block`.
+        page_tables: [S, P].
+        slots: [B] the batch.
+        rows: R, rows of each request.
         mask_id: id of the draft's mask token; any id where nothing drafts.
-        ahead: 1 where the anchor stands at the committed length; 0 where it is yet to be chosen.
+        ahead: from the committed length to the token that the first row chooses: 1 where the
+            anchor stands there; the tokens of a chunk where they come first.
     """
     if compiled(state):
         from dflash_serve.kernels.gpu import block
@@ -105,23 +84,21 @@ def gather_step(
             state, page_tables, slots, rows, page_size, mask_id, ahead
         )
         return StepRows(BlockRows(start, positions, places, table), *more)
-    copied = state[slots]
-    anchor = copied[:, 0].contiguous()
+    copied, table = state[slots], page_tables[slots]
+    anchor, start = copied[:, 0].contiguous(), copied[:, 1].contiguous()
+    positions = block_positions(start, rows)
+    places = page_slots(table, positions, page_size)
     return StepRows(
-        block=gather_block(state[:, 1], page_tables, slots, rows, page_size),
+        block=BlockRows(start, positions.flatten(), places.flatten(), table),
         anchor=anchor,
         ids=block_ids(anchor, rows, mask_id),
-        first=copied[:, 1] + ahead,
+        first=start + ahead,
         state=copied,
     )
 
 
 def block_ids(anchor: Tensor, rows: int, mask_id: int) -> Tensor:
     """[B] anchors → [B, rows]: the anchor and rows − 1 masks."""
-    if compiled(anchor):
-        from dflash_serve.kernels.gpu import block
-
-        return block.block_ids(anchor, rows, mask_id)
     ids = torch.full((anchor.shape[0], rows), mask_id, dtype=torch.int64, device=anchor.device)
     ids[:, 0] = anchor
     return ids

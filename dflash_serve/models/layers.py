@@ -11,6 +11,7 @@ import dataclasses
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView, attend
+from dflash_serve.kernels.block import BlockRows
 from dflash_serve.kernels.embedding import embed_rows
 from dflash_serve.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from dflash_serve.kernels.qkv import rope_and_store
@@ -31,22 +32,14 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class RowBatch:
+class RowBatch(BlockRows):
     """Where the T = B · R tokens of a call stand.
 
     Attributes:
-        start: [B] committed length of each request.
-        positions: [T] absolute positions.
-        slots: [T] page slots to write keys and values to.
-        page_table: [B, P].
         rows: R, rows of each request.
         longest: host bound on start + R.
     """
 
-    start: Tensor
-    positions: Tensor
-    slots: Tensor
-    page_table: Tensor
     rows: int
     longest: int
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from dflash_serve.api.codec import TextCodec
-from dflash_serve.bench.prompts import load_prompts
-from dflash_serve.cli import DEMO_DRAFT, DEMO_TARGET
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.messages import Submit
 from dflash_serve.sampling import SamplingParams
+from tests.demo_pair import demo_pair, demo_prompts
 from tests.engines import ids_of, run, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.demo]
@@ -24,16 +21,15 @@ SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 4
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    if not Path(DEMO_TARGET, "model.safetensors").is_file():
-        pytest.skip("the demo target is not prepared; run `make demo`")
-    ids = load_prompts(TextCodec.load(str(DEMO_TARGET)), None, None)
+    ids = demo_prompts(4)
     return [ids[i % len(ids)][: 20 + 7 * i] for i in range(max(EDGES))]
 
 
 def config(**fields: object) -> EngineConfig:
+    pair = demo_pair()
     settings = {
-        "target": str(DEMO_TARGET),
-        "draft": str(DEMO_DRAFT),
+        "target": pair.target,
+        "draft": pair.draft,
         "device": "cuda",
         "dtype": "float32",
         "max_running": max(EDGES),

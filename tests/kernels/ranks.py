@@ -16,12 +16,12 @@ __all__ = ["in_turns"]
 T = TypeVar("T")
 
 
-class _TurnGroup:
+class _TurnGroup(ThreadGroup):
     """A thread's rank that lets the others compute only while it waits for them."""
 
     def __init__(self, group: ThreadGroup, turn: threading.Lock) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group, self._turn = group, turn
+        self.__dict__.update(vars(group))
+        self._turn = turn
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stack of every rank's tensor."""
@@ -29,20 +29,9 @@ class _TurnGroup:
             torch.cuda.synchronize()
         self._turn.release()
         try:
-            return self._group.all_gather(x)
+            return super().all_gather(x)
         finally:
             self._turn.acquire()
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks."""
-        return self.all_gather(x).sum(dim=0)
-
-    def maximum(self, x: Tensor) -> Tensor:
-        """Largest over ranks."""
-        return self.all_gather(x).amax(dim=0)
-
-    def close(self) -> None:
-        """Nothing to leave."""
 
 
 def in_turns(size: int, work: Callable[[_TurnGroup], T]) -> list[T]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.accept import Committed, commit
 from dflash_serve.kernels.backend import interpreted
-from dflash_serve.kernels.block import block_ids, gather_block, gather_step
+from dflash_serve.kernels.block import block_ids, gather_step
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -55,30 +55,17 @@ def tables(size: int, pages: int, page_size: int, rows: int) -> tuple[Tensor, Te
     return state, integers(0, 2**33, size, pages, seed=3)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 600])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("rows", "ahead"), [(1, 1), (7, 1), (16, 1), (16, 16), (600, 600)])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_gathered_block_equals_torch(batch: int, page_size: int, rows: int) -> None:
-    state, table = tables(batch + 3, 1 + 700 // page_size, page_size, rows)
-    slots = torch.randperm(batch + 3, generator=torch.Generator().manual_seed(4))[:batch]
-    args = [table, slots, rows, page_size]
-    moved = [arg.to(DEVICE) if isinstance(arg, Tensor) else arg for arg in args]
-    with interpreted():
-        mine = gather_block(state.to(DEVICE)[:, 1], *moved)
-    same(mine, gather_block(state[:, 1], *args))
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_gathered_step_equals_torch(batch: int, rows: int, ahead: int) -> None:
-    state, table = tables(batch + 1, 40, 16, rows)
+def test_gathered_step_equals_torch(batch: int, rows: int, ahead: int, page_size: int) -> None:
+    state, table = tables(batch + 1, 1 + 700 // page_size, page_size, rows)
     slots = integers(0, batch + 1, batch)
     with interpreted():
         mine = gather_step(
-            state.to(DEVICE), table.to(DEVICE), slots.to(DEVICE), rows, 16, MASK, ahead=ahead
+            state.to(DEVICE), table.to(DEVICE), slots.to(DEVICE), rows, page_size, MASK, ahead=ahead
         )
-    reference = gather_step(state, table, slots, rows, 16, MASK, ahead=ahead)
+    reference = gather_step(state, table, slots, rows, page_size, MASK, ahead=ahead)
     same(mine, reference)
     assert torch.equal(reference.state, state[slots])
     assert reference.first.tolist() == (state[slots, 1] + ahead).tolist()
@@ -86,19 +73,10 @@ def test_gathered_step_equals_torch(batch: int, rows: int, ahead: int) -> None:
 
 
 def test_positions_past_the_page_table_go_to_the_dummy_page() -> None:
-    table, starts = torch.tensor([[7, 9]], device=DEVICE), torch.tensor([6], device=DEVICE)
+    table, state = torch.tensor([[7, 9]], device=DEVICE), torch.tensor([[5, 6]], device=DEVICE)
     with interpreted():
-        block = gather_block(starts, table, torch.tensor([0], device=DEVICE), 4, 4)
-    assert block.slots.tolist() == [38, 39, 0, 1]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 16, 17])
-@pytest.mark.parametrize("stride", [1, COLUMNS])
-def test_block_ids_equal_torch(stride: int, rows: int) -> None:
-    anchor = integers(0, MASK, 5, stride)
-    with interpreted():
-        ids = block_ids(anchor.to(DEVICE)[:, 0], rows, MASK)
-    same(ids, block_ids(anchor[:, 0], rows, MASK))
+        step = gather_step(state, table, torch.tensor([0], device=DEVICE), 4, 4, MASK)
+    assert step.block.slots.tolist() == [38, 39, 0, 1]
 
 
 # -- commit -------------------------------------------------------------------------------------
