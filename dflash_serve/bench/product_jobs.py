@@ -37,6 +37,7 @@ SHAPES = (
     Shape("fc", 4096, 20480, "plain", 8),
     Shape("draft_kv", 10240, 4096, "norm", 16),
 )
+_LAYER = ("gate_up", "down", "qkv", "o")  # those with the most to win first
 # At a size that the interpreter gets through.
 TOYS = tuple(
     dataclasses.replace(s, columns=64, depth=64 + 32 * (s.kind == "add"), copies=2) for s in SHAPES
@@ -58,7 +59,10 @@ class Job:
         if self.tile is None:
             return ()
         values = dataclasses.astuple(self.tile)
-        return values if self.tile.mode else values[:-2]
+        usual = [field.default for field in dataclasses.fields(self.tile)]
+        while values[-1] == usual[len(values) - 1]:
+            values = values[:-1]
+        return values
 
     @property
     def label(self) -> str:
@@ -68,19 +72,34 @@ class Job:
 
 def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool) -> list[Job]:
     """Everything to measure, in the order in which it matters when time runs out."""
-    large = part == "large"
-    jobs: list[Job] = []
-    for rows in counts:
-        for shape in shapes:
-            gated = shape.kind == "gated"
-            if large and gated:
-                continue  # the library's at every count of many rows
-            tiles = (
-                large_tiles(toy=toy)
-                if large
-                else decode_tiles(
-                    row_bucket(rows), shape.columns, shape.depth, gated=gated, toy=toy
-                )
+    shapes, counts = tuple(shapes), tuple(counts)
+    if part == "large":
+        layer = sorted((s for s in shapes if s.name in _LAYER), key=lambda s: _LAYER.index(s.name))
+        rest = [s for s in shapes if s.name not in _LAYER]
+        return [
+            Job(shape, rows, tile, large=True)
+            for some in (layer, rest)
+            for rows in counts
+            for shape in some
+            for tile in (
+                None,
+                *large_tiles(
+                    shape.columns, shape.depth, rows, gated=shape.kind == "gated", toy=toy
+                ),
             )
-            jobs += [Job(shape, rows, tile, large) for tile in (None, *tiles)]
-    return jobs
+        ]
+    return [
+        Job(shape, rows, tile)
+        for rows in counts
+        for shape in shapes
+        for tile in (
+            None,
+            *decode_tiles(
+                row_bucket(rows),
+                shape.columns,
+                shape.depth,
+                gated=shape.kind == "gated",
+                toy=toy,
+            ),
+        )
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_serve.bench.product_jobs import Job
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, ROW_BUCKETS
 
-__all__ = ["Result", "best_parts", "report", "summary", "table"]
+__all__ = ["Result", "best_parts", "large_summary", "large_table", "report", "summary", "table"]
 
 _READ = 4.2e12  # bytes/s and operations/s that one H200 reaches
 _FLOPS = 790e12
@@ -22,6 +22,8 @@ class Result:
 
     job: Job
     ms: float
+    right: bool = True
+    """Equal to the float32 product within rounding, where that was asked."""
 
     @property
     def bytes_moved(self) -> int:
@@ -45,7 +47,7 @@ class Result:
         return (
             f"{self.ms * 1e3:9.2f} us {self.bandwidth / 1e12:5.2f} TB/s "
             f"{self.bandwidth / _READ:4.0%} {self.flops / 1e12:4.0f} TFLOP/s "
-            f"{self.flops / _FLOPS:4.0%}  {self.job.label}"
+            f"{self.flops / _FLOPS:4.0%}  {self.job.label}{'' if self.right else '  WRONG'}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -59,6 +61,7 @@ class Result:
             "parts": _parts(self),
             "large": job.large,
             "us": self.ms * 1e3,
+            "right": self.right,
             "tb_s": self.bandwidth / 1e12,
             "tflop_s": self.flops / 1e12,
         }
@@ -125,6 +128,50 @@ def chosen_times(results: list[Result]) -> dict[tuple[str, int], tuple[float, fl
             own = min(own, result.ms)
         found[name, rows] = library, own
     return found
+
+
+def _large_pairs(results: list[Result]) -> list[tuple[Result | None, Result | None]]:
+    """The library's figure and the best right one of our own, by shape and row count."""
+    found: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}
+    for result in results:
+        key = result.job.shape.name, result.job.rows
+        library, own = found.get(key, (None, None))
+        if result.job.tile is None:
+            library = result
+        elif result.right and (own is None or result.ms < own.ms):
+            own = result
+        found[key] = library, own
+    return list(found.values())
+
+
+def large_summary(results: list[Result]) -> str:
+    """A line for each shape and row count: the library, the best tile, how they compare."""
+    lines = ["shape      rows  library us      own us  own/library  TFLOP/s  tile"]
+    for library, own in _large_pairs(results):
+        if library is None or own is None:
+            continue
+        lines.append(
+            f"{own.job.shape.name:9} {own.job.rows:5} {library.ms * 1e3:11.1f} {own.ms * 1e3:11.1f}"
+            f" {own.ms / library.ms:12.3f} {own.flops / 1e12:8.0f}  {own.job.label}"
+        )
+    return "\n".join(lines)
+
+
+def large_table(results: list[Result]) -> str:
+    """Tiles that beat the library, as text for `gpu/tiles.py`."""
+    lines = []
+    for title, gated in (("MANY_TILES", False), ("MANY_GATED_TILES", True)):
+        entries: dict[str, list[str]] = {}
+        for library, own in _large_pairs(results):
+            if library is None or own is None or own.ms >= library.ms:
+                continue
+            shape = own.job.shape
+            if (shape.kind == "gated") == gated:
+                key = f"({shape.columns}, {shape.depth})"
+                entries.setdefault(key, []).append(f"{own.job.rows}: {own.job.numbers}")
+        inner = [f"    {key}: {{{', '.join(tiles)}}}," for key, tiles in entries.items()]
+        lines += [f"{title} = _measured({{", *inner, "})"]
+    return "\n".join(lines)
 
 
 def summary(results: list[Result]) -> str:

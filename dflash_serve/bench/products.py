@@ -2,7 +2,9 @@
 
     python -m dflash_serve.bench.products --part decode --output products.json
 
-Parts: the product of few rows (decode) and of many (large).
+Parts: the product of few rows (decode) and of many (large), and how the library's products of many
+rows look in a captured graph (library), to be run with CUBLAS_WORKSPACE_CONFIG set this way and
+that.
 
 Every figure is the median over replays of one CUDA graph that multiplies by every layer's weight
 in turn, all of them resident: no weight is still in L2 when its turn comes again.
@@ -27,7 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.bench.product_jobs import SHAPES, TOYS, Job, Shape, jobs_of
-from dflash_serve.bench.product_report import Result, report, summary, table
+from dflash_serve.bench.product_library import library_report
+from dflash_serve.bench.product_report import (
+    Result,
+    large_summary,
+    large_table,
+    report,
+    summary,
+    table,
+)
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear as few
 from dflash_serve.kernels.gpu import linear_large as many
@@ -38,7 +48,11 @@ __all__ = ["Inputs", "compile_ahead", "main", "measure", "milliseconds", "random
 
 _EPS = 1e-6
 _REPLAYS = 12
-_USUAL_ROWS = {"decode": (128, 16, 64, 32), "large": (2048, 512, 256, 1024, 8192)}
+_USUAL_ROWS = {
+    "decode": (128, 16, 64, 32),
+    "large": (512, 2048, 256, 384, 1024, 8192, 192, 768, 1536),
+    "library": (512, 2048, 256, 384, 192),
+}
 
 
 class Inputs:
@@ -67,10 +81,10 @@ def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
         return _library(job, inputs, weight)
     residual = inputs.residual if kind == "add" else None
     out_dtype = torch.float32 if kind == "head" else None
-    if job.large:
-        return many.product(x, weight, tile, residual=residual, out_dtype=out_dtype)
     gated = kind == "gated"
-    if kind in ("norm", "gated"):
+    if job.large and tile.mode == "":
+        return many.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
+    if kind in ("norm", "gated") and not job.large:
         x = rms_norm(x, inputs.norm, _EPS)
     return few.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
 
@@ -86,6 +100,29 @@ def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     out = F.linear(x, weight)
     return silu_mul(out) if kind == "gated" else out
+
+
+def _sample(rows: int, device: str) -> Tensor:
+    """Up to 256 rows from the first to the last."""
+    return torch.linspace(0, rows - 1, min(rows, 256), device=device).round().long()
+
+
+def _expected(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
+    """Some rows of the result in float32, rounded to the rows' type where it is."""
+    some = _sample(job.rows, inputs.x.device.type)
+    dtype = inputs.x.dtype
+    out = inputs.x[some].float() @ weight.float().T
+    if job.shape.kind == "gated":
+        gate, up = out.to(dtype).float().chunk(2, dim=-1)
+        return F.silu(gate).to(dtype).float() * up
+    return out + inputs.residual[some].float() if job.shape.kind == "add" else out
+
+
+def _close(out: Tensor, expected: Tensor) -> bool:
+    """Within rounding of the inputs' type and the order of sums."""
+    found = out[_sample(out.shape[0], out.device.type)].float()
+    bound = 1e-4 if out.dtype == torch.float32 and not out.is_cuda else 4e-2
+    return bool(((found - expected).abs() <= bound * (1 + expected.abs())).all())
 
 
 def milliseconds(work: Callable[[], object], device: str) -> float:
@@ -163,6 +200,8 @@ def measure(
     """Time the jobs until the deadline; what fails is named and left out."""
     weights: dict[str, list[Tensor]] = {}
     results: list[Result] = []
+    last: tuple[Shape, int] | None = None
+    expected: Tensor | None = None  # of the shape and row count that came last
     for number, job in enumerate(jobs):
         if time.monotonic() > deadline:
             print(f"out of time: {len(jobs) - number} of {len(jobs)} variants were not measured")
@@ -172,15 +211,23 @@ def measure(
         name = job.shape.name
         if name not in weights:
             weights[name] = random_weights(job.shape, device)
-        mine = weights[name][:4] if job.large else weights[name]
-        inputs = Inputs(job.shape, job.rows, device)
+        mine = weights[name]
+        if job.large:
+            mine = mine[: 4 if job.rows > 2048 else 10]
+            if last is None or (last[0].name, last[1]) != (name, job.rows):
+                inputs = Inputs(job.shape, job.rows, device)
+                expected = _expected(job, inputs, mine[0])
+                last = job.shape, job.rows
+        else:
+            inputs = Inputs(job.shape, job.rows, device)
 
         def work(job: Job = job, inputs: Inputs = inputs, mine: list[Tensor] = mine) -> None:
             for weight in mine:
                 run_job(job, inputs, weight)
 
         try:
-            result = Result(job, milliseconds(work, device) / len(mine))
+            right = expected is None or _close(run_job(job, inputs, mine[0]), expected)
+            result = Result(job, milliseconds(work, device) / len(mine), right)
         except Exception as error:
             text = " ".join(str(error).split())[:160]
             print(f"not measured: {name} {job.rows} {job.label}: {type(error).__name__}: {text}")
@@ -197,24 +244,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[])
     parser.add_argument("--budget-s", type=float, default=85.0, help="start nothing after this")
     parser.add_argument("--output", type=Path, help="write all figures as JSON")
+    parser.add_argument("--library", help="of --part library: cublas or cublaslt")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
     given = parser.parse_args(arguments)
     deadline = time.monotonic() + given.budget_s
     device = "cpu" if given.cpu_check else "cuda"
     shapes = TOYS if given.cpu_check else SHAPES
     shapes = tuple(s for s in shapes if not given.shapes or s.name in given.shapes)
-    decode = given.part == "decode"
-    if decode and max(given.rows, default=0) > INVARIANT_ROWS:
+    if given.part == "decode" and max(given.rows, default=0) > INVARIANT_ROWS:
         parser.error(f"--part decode takes at most {INVARIANT_ROWS} rows; use --part large")
-    jobs = jobs_of(given.part, shapes, given.rows or _USUAL_ROWS[given.part], given.cpu_check)
-    failed = set() if given.cpu_check else compile_ahead(jobs, deadline)
-    print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
-    results = measure(jobs, device, failed, deadline)
-    report(results)
-    found = {"part": given.part, "results": [r.as_json() for r in results]}
-    if decode:
-        found["table"] = table(results)
-        print(f"\n{summary(results)}\n\n{found['table']}")
+    rows = given.rows or _USUAL_ROWS[given.part]
+    if given.part == "library":
+        found = library_report(shapes, rows, device, deadline, given.library)
+    else:
+        jobs = jobs_of(given.part, shapes, rows, given.cpu_check)
+        failed = set() if given.cpu_check else compile_ahead(jobs, deadline)
+        print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
+        results = measure(jobs, device, failed, deadline)
+        report(results)
+        few_rows = given.part == "decode"
+        found = {
+            "part": given.part,
+            "results": [r.as_json() for r in results],
+            "table": table(results) if few_rows else large_table(results),
+        }
+        print(f"\n{summary(results) if few_rows else large_summary(results)}\n\n{found['table']}")
     if given.output is not None:
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_serve.bench.product_jobs import SHAPES, Job, jobs_of
-from dflash_serve.bench.product_report import Result, best_parts, summary, table
-from dflash_serve.bench.product_tiles import decode_tiles, large_tiles
-from dflash_serve.bench.products import main
+from dflash_serve.bench.product_jobs import SHAPES, TOYS, Job, jobs_of
+from dflash_serve.bench.product_report import (
+    Result,
+    best_parts,
+    large_summary,
+    large_table,
+    summary,
+    table,
+)
+from dflash_serve.bench.product_tiles import clocks, decode_tiles, large_tiles
+from dflash_serve.bench.products import main, measure
+from dflash_serve.kernels.gpu import linear_large
 from dflash_serve.kernels.gpu.tiles import ROW_BUCKETS, Tile, shared_bytes
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
@@ -27,9 +36,9 @@ def test_a_sweep_times_the_library_and_every_variant(
     found = json.loads(output.read_text())["results"]
     printed = capsys.readouterr().out
     assert "not measured" not in printed
-    shapes = [shape for shape in SHAPES if part == "decode" or shape.kind != "gated"]
-    assert {r["shape"] for r in found} == {shape.name for shape in shapes}
-    for shape in shapes:
+    assert all(r["right"] for r in found)
+    assert {r["shape"] for r in found} == {shape.name for shape in SHAPES}
+    for shape in SHAPES:
         variants = [r["variant"] for r in found if r["shape"] == shape.name]
         assert "library" in variants
         assert len(set(variants)) == len(variants) > 2
@@ -91,5 +100,63 @@ def test_every_tile_tried_fits_a_processor() -> None:
                 stages = tile.stages - (tile.rows < 64)
                 size = shared_bytes(tile, torch.bfloat16, gated=gated) * stages // tile.stages
                 assert size <= 227 * 1024, tile
-    for tile in large_tiles():
-        assert shared_bytes(tile, torch.bfloat16) <= 227 * 1024
+
+
+def test_every_large_tile_tried_fits_a_processor_beside_what_is_stored() -> None:
+    for shape in SHAPES:
+        gated = shape.kind == "gated"
+        for rows in (192, 512, 2048, 8192):
+            found = large_tiles(shape.columns, shape.depth, rows, gated=gated)
+            assert len(set(found)) == len(found) > 3
+            for tile in found:
+                assert tile.stages >= 2
+                assert shape.depth % (tile.parts * tile.depth) == 0
+                room = 0 if tile.mode else 32 * 1024
+                size = shared_bytes(tile, torch.bfloat16, gated=gated) + room
+                assert size <= 227 * 1024, tile
+
+
+def test_an_estimate_counts_rounds_of_tiles() -> None:
+    tile = Tile(128, 128, 64, 8, 4)
+    one = clocks(tile, 24576, 4096, 128, gated=True)
+    assert one == clocks(tile, 24576, 4096, 1, gated=True)
+    # 96 tiles of 132 at a time, then 192: two rounds.
+    assert clocks(tile, 24576, 4096, 256, gated=True) > 1.9 * one
+    # In two parts the second round is gone, and the sums of the parts come on top.
+    spread = Tile(128, 128, 64, 8, 4, 2, "spread")
+    assert clocks(spread, 4096, 12288, 256, gated=False) < clocks(
+        tile, 4096, 12288, 256, gated=False
+    )
+
+
+def test_a_wrong_variant_is_marked_and_never_chosen() -> None:
+    shape = SHAPES[0]
+    fast, slow = Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3)
+    found = [
+        Result(Job(shape, 512, None, large=True), 10.0),
+        Result(Job(shape, 512, fast, large=True), 1.0, right=False),
+        Result(Job(shape, 512, slow, large=True), 8.0),
+        Result(Job(shape, 2048, None, large=True), 10.0),
+        Result(Job(shape, 2048, slow, large=True), 11.0),
+    ]
+    assert found[1].line().endswith("WRONG")
+    assert "0.800" in large_summary(found)
+    assert "(6144, 4096): {512: (128, 256, 64, 8, 3)}" in large_table(found)
+    assert "2048" not in large_table(found)
+
+
+@no_gpu
+def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = TOYS[0]
+    job = Job(shape, 20, Tile(16, 32, 32, 4, 2), large=True)
+    assert all(r.right for r in measure([job], "cpu", set(), math.inf))
+    monkeypatch.setattr(linear_large, "product", lambda x, w, *_, **__: 1.01 * (x @ w.T))
+    assert not any(r.right for r in measure([job], "cpu", set(), math.inf))
+
+
+@no_gpu
+def test_the_library_is_asked_in_every_form(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--part", "library", "--rows", "20", "--shapes", "down", "--cpu-check"])
+    printed = capsys.readouterr().out
+    for form in ("linear", "mm out=", "addmm, copied", "addmm_ in place"):
+        assert f"down        20 {form}" in printed

@@ -75,7 +75,7 @@ def test_float32_can_be_asked_for(rows: int) -> None:
 def test_a_measured_product_of_many_rows_is_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # The table holds for types of two bytes, which the interpreter does not multiply.
     for module in (linear_policy, gpu):
-        monkeypatch.setattr(module, "large_tile", lambda *_: Tile(64, 32, 32, 4, 2))
+        monkeypatch.setattr(module, "large_tile", lambda *_, **__: Tile(64, 32, 32, 4, 2))
     monkeypatch.setattr(torch, "addmm", None)
     monkeypatch.setattr(gpu, "F", None)
     for dtype in TYPES:
@@ -85,16 +85,100 @@ def test_a_measured_product_of_many_rows_is_the_own_one(monkeypatch: pytest.Monk
         assert close(reference.linear(x, weight, torch.float32), case.plain())
         assert close(reference.linear_add(x, weight, residual), case.plain() + residual.double())
         assert close(reference.norm_linear(x, case.norm, EPS, weight), case.normed())
+        assert close(reference.norm_gated(x, case.norm, EPS, weight), case.gated(), scale=2)
 
 
-@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 40, 72), (37, 130, 64), (80, 32, 96)])
-def test_the_large_product_covers_awkward_shapes(rows: int, columns: int, depth: int) -> None:
-    tile = Tile(64, 32, 32, 4, 2) if CUDA else Tile(16, 32, 32, 4, 2)
+def test_a_measured_product_of_many_rows_may_be_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(64, 32, 32, 4, 2, 2, "spread")
+    for module in (linear_policy, gpu):
+        monkeypatch.setattr(module, "large_tile", lambda *_, **__: tile)
+    monkeypatch.setattr(torch, "addmm", None)
+    for dtype in TYPES:
+        case = Case(150, 72, 128, dtype)
+        out = reference.linear_add(case.x, case.weight, case.residual)
+        assert close(out, case.plain() + case.residual.double())
+
+
+# One product, two of unlike and of like width, few row tiles in a group.
+LARGE = [
+    Tile(16, 32, 32, 4, 2),
+    Tile(16, 32, 32, 4, 2, more=16),
+    Tile(16, 32, 32, 4, 2, more=32),
+    Tile(32, 16, 32, 4, 2, group=2),
+]
+if CUDA:
+    LARGE = [
+        Tile(64, 32, 32, 4, 2),
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 128, 64, 8, 4, more=64),
+        Tile(128, 256, 64, 8, 3, more=64),
+        Tile(128, 256, 64, 8, 3, more=128),
+        Tile(256, 128, 64, 8, 3, more=64),
+        Tile(256, 64, 64, 8, 4, group=2),
+    ]
+
+AWKWARD = [(1, 40, 72), (37, 130, 64), (80, 32, 96), (33, 104, 40)]
+if CUDA:
+    AWKWARD += [(300, 1000, 576), (1025, 776, 136), (513, 98, 64)]
+
+
+@pytest.mark.parametrize("tile", LARGE, ids=str)
+@pytest.mark.parametrize(("rows", "columns", "depth"), AWKWARD, ids=str)
+def test_the_large_product_covers_awkward_shapes(
+    rows: int, columns: int, depth: int, tile: Tile
+) -> None:
     for dtype in TYPES:
         case = Case(rows, columns, depth, dtype)
-        assert close(linear_large.product(case.x, case.weight, tile), case.plain())
-        out = linear_large.product(case.x, case.weight, tile, residual=case.residual)
+        x, weight = case.x, case.weight
+        assert close(linear_large.product(x, weight, tile), case.plain())
+        out = linear_large.product(x, weight, tile, residual=case.residual)
         assert close(out, case.plain() + case.residual.double())
+        out = linear_large.product(x, weight, tile, out_dtype=torch.float32)
+        assert out.dtype == torch.float32
+        assert close(out, case.plain())
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(128, 128, 64, 8, 4), Tile(256, 64, 64, 8, 4), Tile(64, 128, 64, 4, 4)]
+    if CUDA
+    else [Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2, group=1)],
+    ids=str,
+)
+@pytest.mark.parametrize(("rows", "columns", "depth"), AWKWARD, ids=str)
+def test_the_large_gated_product_covers_awkward_shapes(
+    rows: int, columns: int, depth: int, tile: Tile
+) -> None:
+    for dtype in TYPES:
+        case = Case(rows, columns, depth, dtype)
+        out = linear_large.product(case.x, case.weight, tile, gated=True)
+        assert out.shape == (rows, columns // 2)
+        assert close(out, silu_mul(case.plain()), scale=2)
+
+
+def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
+    for dtype in TYPES:
+        case = Case(37, 40, 64, dtype)
+        wide = rand(37, 56, seed=10, dtype=dtype)
+        wide[:, :40] = case.residual
+        for tile in LARGE:
+            out = linear_large.product(case.x, case.weight, tile, residual=wide[:, :40])
+            assert torch.equal(
+                out, linear_large.product(case.x, case.weight, tile, residual=case.residual)
+            )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_of_the_large_product_is_that_of_the_small_one(gated: bool) -> None:
+    """Values whose sums are exact, so that only the roundings after them can differ."""
+    x = rand(40, 64, seed=1).mul(4).round() / 4
+    weight = rand(48, 64, seed=2).mul(4).round() / 4
+    few = gpu.product(x, weight, Tile(16, 16, 32, 4, 2), gated=gated)
+    for tile in LARGE:
+        if gated and tile.more:
+            continue
+        out = linear_large.product(x, weight, tile, gated=gated)
+        assert torch.equal(out, few), tile
 
 
 def test_rows_of_a_wider_tensor_are_read_in_place() -> None:
@@ -243,11 +327,20 @@ def test_the_bits_of_a_row_do_not_depend_on_the_tile(name: str) -> None:
 def test_the_large_product_has_the_bits_of_the_small_one_in_one_part(name: str) -> None:
     """At 1, 128, 129, 257 and 512 rows in bfloat16."""
     case = Case(512, *QWEN[name], torch.bfloat16)
-    few = gpu.product(case.x[:128], case.weight, Tile(64, 64, 128, 4, 4))
-    for tile in (Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)):
-        for rows in (1, 128, 129, 257, 512):
-            out = linear_large.product(case.x[:rows], case.weight, tile)
-            assert torch.equal(out[:128], few[:rows]), (tile, rows)
+    for gated in (False, True):
+        few = gpu.product(case.x[:128], case.weight, Tile(64, 64, 128, 4, 4), gated=gated)
+        for tile in (
+            Tile(128, 128, 64, 8, 3),
+            Tile(256, 64, 64, 8, 3),
+            Tile(128, 256, 64, 8, 3),
+            Tile(256, 128, 64, 8, 3, more=64),
+            Tile(128, 256, 64, 8, 3, more=128),
+        ):
+            if gated and (tile.more or tile.columns > 128):
+                continue
+            for rows in (1, 128, 129, 257, 512):
+                out = linear_large.product(case.x[:rows], case.weight, tile, gated=gated)
+                assert torch.equal(out[:128], few[:rows]), (tile, rows, gated)
 
 
 @pytest.mark.gpu

@@ -173,21 +173,26 @@ def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     x = rms_norm(x, norm, eps)
     if _library(x, gate_up, gated=True):
         return silu_mul(F.linear(x, gate_up))
-    (rows, depth), columns = x.shape, gate_up.shape[0]
-    return product(x, gate_up, tile_for(columns, depth, rows, x.dtype, gated=True), gated=True)
+    return _own(x, gate_up, None, None, gated=True)
 
 
 def _own(
-    x: Tensor, weight: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """The Triton product, where `_library` says no."""
     (rows, depth), columns = x.shape, weight.shape[0]
     if rows <= INVARIANT_ROWS:
-        tile = tile_for(columns, depth, rows, x.dtype)
-        return product(x, weight, tile, residual=residual, out_dtype=out_dtype)
-    large = large_tile(columns, depth, rows, x.dtype)
+        tile = tile_for(columns, depth, rows, x.dtype, gated=gated)
+        return product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
+    large = large_tile(columns, depth, rows, x.dtype, gated=gated)
     assert large is not None  # or the library would have it
-    return linear_large.product(x, weight, large, residual=residual, out_dtype=out_dtype)
+    run = linear_large.product if large.mode == "" else product
+    return run(x, weight, large, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def _library(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:

@@ -1,8 +1,13 @@
 """A persistent Triton product for many rows: prefill chunks and large batches.
 
 One program a processor walks over output tiles; x and weight come through tensor descriptors (the
-copy engine on Hopper). Like the product of few rows in one part it sums K in ascending order into
-one float32 accumulator, so that a row's bits do not depend on the other rows.
+copy engine on Hopper), and the loads of the next tile run while the last one is stored. Like the
+product of few rows in one part it sums K in ascending order into one float32 accumulator, so that
+a row's bits do not depend on the other rows.
+
+Between them the processors read their tiles from L2 no faster than about 9 TB/s. A tile of
+128 · 256 keeps just ahead of that, one of 128 · 128 does not; and a width of 192 or 320, which one
+product cannot have, is two products of the same rows.
 """
 
 from __future__ import annotations
@@ -15,34 +20,121 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dflash_serve.kernels.gpu.linear_parts import addressable, finish
-from dflash_serve.kernels.gpu.tiles import Tile
+from dflash_serve.kernels.gpu.linear_parts import activate, addressable, finish
+from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
 __all__ = ["product"]
 
-_GROUP = 8  # row tiles that share the columns they read from L2
+_STORED_BYTES = 32 * 1024
+"""Of a tile, turned in shared memory and stored at a time; half with a residual, turned too."""
+_STORED_COLUMNS = 128
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The left and the right half of a tile; no number leaves its thread."""
+    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(  # type: ignore[no-untyped-def]
+    acc, residual, out, row0, column0, rows, columns, residual_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
+    COPIED: tl.constexpr,
+):  # fmt: skip
+    """Residual and store of [ROWS, COLUMNS] of the output."""
+    row = row0 + tl.arange(0, ROWS)
+    column = column0 + tl.arange(0, COLUMNS)
+    if COPIED:
+        if ADD:
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            from_at = residual + row[:, None].to(tl.int64) * residual_stride + column[None, :]
+            base = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)
+            acc = base + acc.to(KIND).to(tl.float32)
+        out.store([row0, column0], acc.to(out.dtype))
+    else:
+        finish(
+            acc, acc, residual, out, row, column, rows, columns, residual_stride, KIND, False, ADD
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put_all(  # type: ignore[no-untyped-def]
+    acc, residual, out, row0, column0, rows, columns, residual_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr,
+    ADD: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """The same in pieces of PIECE columns, up to four: less shared memory to turn them in."""
+    if COLUMNS <= PIECE:
+        _put(
+            acc, residual, out, row0, column0, rows, columns, residual_stride,
+            ROWS, COLUMNS, KIND, ADD, COPIED,
+        )  # fmt: skip
+    else:
+        half: tl.constexpr = COLUMNS // 2
+        left, right = _halves(acc, ROWS, COLUMNS)
+        if half <= PIECE:
+            _put(
+                left, residual, out, row0, column0, rows, columns, residual_stride,
+                ROWS, half, KIND, ADD, COPIED,
+            )  # fmt: skip
+            _put(
+                right, residual, out, row0, column0 + half, rows, columns, residual_stride,
+                ROWS, half, KIND, ADD, COPIED,
+            )  # fmt: skip
+        else:
+            quarter: tl.constexpr = COLUMNS // 4
+            one, two = _halves(left, ROWS, half)
+            three, four = _halves(right, ROWS, half)
+            _put(
+                one, residual, out, row0, column0, rows, columns, residual_stride,
+                ROWS, quarter, KIND, ADD, COPIED,
+            )  # fmt: skip
+            _put(
+                two, residual, out, row0, column0 + quarter, rows, columns, residual_stride,
+                ROWS, quarter, KIND, ADD, COPIED,
+            )  # fmt: skip
+            _put(
+                three, residual, out, row0, column0 + half, rows, columns, residual_stride,
+                ROWS, quarter, KIND, ADD, COPIED,
+            )  # fmt: skip
+            _put(
+                four, residual, out, row0, column0 + half + quarter, rows, columns,
+                residual_stride, ROWS, quarter, KIND, ADD, COPIED,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     x,  # descriptors
     weight,
+    second,  # of the weight too: the columns of the second product
     residual,
-    out,
+    out,  # a descriptor if COPIED
     rows,
     columns,
     depth,
     residual_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,  # columns of the second product, 0 for none
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    GATED: tl.constexpr,
     ADD: tl.constexpr,
+    COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The [ROWS, COLUMNS] tiles program_id, program_id + programs, …; descriptors pad with 0."""
+    """The tiles program_id, program_id + programs, …; descriptors pad with 0.
+
+    A tile is [ROWS, COLUMNS + MORE] of the output; if GATED, [ROWS, COLUMNS] from as many columns
+    of gate and of up. `columns` is the output's width.
+    """
+    kind: tl.constexpr = weight.dtype
+    wide: tl.constexpr = COLUMNS if GATED else COLUMNS + MORE
     row_tiles = tl.cdiv(rows, ROWS)
-    column_tiles = tl.cdiv(columns, COLUMNS)
+    column_tiles = tl.cdiv(columns, wide)
     steps = tl.cdiv(depth, DEPTH)
     for tile in tl.range(
         tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True
@@ -51,26 +143,29 @@ def _product(  # type: ignore[no-untyped-def]
         high = tl.minimum(row_tiles - first, GROUP)
         inner = tile % (GROUP * column_tiles)
         row0 = (first + inner % high) * ROWS
-        column0 = inner // high * COLUMNS
+        column0 = inner // high * wide
+        column1 = column0 + columns if GATED else column0 + COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if MORE > 0:
+            more = tl.zeros((ROWS, MORE), tl.float32)
         for step in range(steps):
             a = x.load([row0, step * DEPTH])
             w = weight.load([column0, step * DEPTH])
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-        row = row0 + tl.arange(0, ROWS)
-        kind: tl.constexpr = weight.dtype
-        # Stored in two halves: less shared memory to turn the tile in.
-        half: tl.constexpr = COLUMNS // 2
-        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, half)), (0, 2, 1)))
-        column = column0 + tl.arange(0, half)
-        finish(
-            left, left, residual, out, row, column, rows, columns, residual_stride, kind, False, ADD
+            if MORE > 0:
+                u = second.load([column1, step * DEPTH])
+                more = tl.dot(a, tl.trans(u), more, input_precision=PRECISION)
+        if GATED:
+            acc = activate(acc, more, kind)
+        _put_all(
+            acc, residual, out, row0, column0, rows, columns, residual_stride,
+            ROWS, COLUMNS, PIECE, kind, ADD, COPIED,
         )  # fmt: skip
-        column += half
-        finish(
-            right, right, residual, out, row, column, rows, columns, residual_stride, kind, False,
-            ADD,
-        )  # fmt: skip
+        if MORE > 0 and not GATED:
+            _put_all(
+                more, residual, out, row0, column1, rows, columns, residual_stride,
+                ROWS, MORE, PIECE, kind, ADD, COPIED,
+            )  # fmt: skip
 
 
 def product(
@@ -79,30 +174,55 @@ def product(
     tile: Tile,
     *,
     residual: Tensor | None = None,
+    gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ weight.T: [T, K] by [N, K] → [T, N], to which `residual` [T, N] is added."""
-    (rows, depth), columns = x.shape, weight.shape[0]
+    """x @ weight.T with what follows it.
+
+    Args:
+        x: [T, K].
+        weight: [N, K]; gate rows, then up rows when `gated`.
+        tile: in one part; with `more` not when `gated`.
+        residual: [T, N] added to the result, or None; not when `gated`.
+        out_dtype: that of x unless given.
+
+    Returns:
+        [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
+
+    Raises:
+        ConfigError: a K that the copy engine cannot address.
+    """
+    (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
     x = addressable(x, weight)
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
-    programs = min(count, _processors(x.device))
-    _product[(programs,)](
+    more = tile.columns if gated else tile.more
+    wide = tile.columns if gated else tile.columns + more
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, wide)
+    stored = _STORED_BYTES // (tile.rows * out.element_size()) // (1 if residual is None else 2)
+    piece = min(tile.columns, more or tile.columns, stored, _STORED_COLUMNS)
+    copied = columns * out.element_size() % COPY_BYTES == 0 and piece * 4 >= max(tile.columns, more)
+    lines = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+    _product[(min(count, _processors(x.device)),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        lines,
+        TensorDescriptor.from_tensor(weight, [more, tile.depth]) if more else lines,
         x if residual is None else residual,
-        out,
+        TensorDescriptor.from_tensor(out, [tile.rows, piece]) if copied else out,
         rows,
         columns,
         depth,
         0 if residual is None else residual.stride(0),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
+        MORE=more,
         DEPTH=tile.depth,
-        GROUP=_GROUP,
+        GROUP=tile.group,
+        PIECE=piece,
+        GATED=gated,
         ADD=residual is not None,
+        COPIED=copied,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

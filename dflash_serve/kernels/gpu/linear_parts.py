@@ -20,9 +20,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
-__all__ = ["addressable", "check_parts", "finish", "product"]
+__all__ = ["activate", "addressable", "check_parts", "finish", "product"]
 
 _COUNTERS = 1 << 16
+
+
+@triton.jit
+def activate(acc, up, KIND):  # type: ignore[no-untyped-def]
+    """silu(acc) * up, both rounded before and the activation after it."""
+    gate = acc.to(KIND).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32) * up.to(KIND).to(tl.float32)
 
 
 @triton.jit
@@ -32,8 +39,7 @@ def finish(  # type: ignore[no-untyped-def]
     """Activation, residual and store of one part of a tile, rounded where the reference rounds."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     if GATED:
-        gate = acc.to(KIND).to(tl.float32)
-        acc = (gate / (1.0 + tl.exp(-gate))).to(KIND).to(tl.float32) * up.to(KIND).to(tl.float32)
+        acc = activate(acc, up, KIND)
     if ADD:
         from_at = residual + row[:, None].to(tl.int64) * residual_stride + column[None, :]
         base = tl.load(from_at, mask=inside, other=0.0).to(tl.float32)

@@ -52,5 +52,5 @@ def use_library(
 ) -> bool:
     """Whether a product of `rows` rows with a weight of `shape` (N, K) goes to the library."""
     if rows > INVARIANT_ROWS:
-        return gated or large_tile(*shape, rows, dtype) is None
+        return large_tile(*shape, rows, dtype, gated=gated) is None
     return rows > _FEW_ROWS and not _policy.row_invariant and shape not in OWN_FASTER

@@ -18,8 +18,10 @@ __all__ = [
     "COPY_BYTES",
     "GATED_TILES",
     "INVARIANT_ROWS",
+    "MANY_GATED_TILES",
     "MANY_TILES",
     "ROW_BUCKETS",
+    "SHARED_BYTES",
     "TILES",
     "Mode",
     "Tile",
@@ -64,6 +66,9 @@ class Tile:
             sums are added in ascending order. It decides a row's bits: one number per shape. More
             than one only with "spread".
         mode: how they are loaded and run.
+        more: columns of a second product of the same rows, for a width that is no power of two;
+            only of `linear_large`.
+        group: row tiles that share the columns they read from L2; only of `linear_large`.
     """
 
     rows: int
@@ -73,12 +78,16 @@ class Tile:
     stages: int
     parts: int = 1
     mode: Mode = ""
+    more: int = 0
+    group: int = 8
 
 
 _Numbers = (
     tuple[int, int, int, int, int]
     | tuple[int, int, int, int, int, int]
     | tuple[int, int, int, int, int, int, Mode]
+    | tuple[int, int, int, int, int, int, Mode, int]
+    | tuple[int, int, int, int, int, int, Mode, int, int]
 )
 
 
@@ -146,7 +155,7 @@ GATED_TILES = _measured(
     }
 )
 
-# Of `linear_large`, at the row counts where it is faster than the library.
+# At the row counts where they are faster than the library; of `linear_large` without a mode.
 MANY_TILES = _measured(
     {
         (4096, 4096): {
@@ -164,6 +173,7 @@ MANY_TILES = _measured(
         (10240, 4096): {1024: (128, 128, 64, 8, 5), 2048: (128, 256, 64, 8, 4)},
     }
 )
+MANY_GATED_TILES = _measured({})
 
 
 def row_bucket(rows: int) -> int:
@@ -173,7 +183,7 @@ def row_bucket(rows: int) -> int:
 
 def shared_bytes(tile: Tile, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Shared memory that the loads of a tile take."""
-    lines = tile.rows + tile.columns * (2 if gated else 1)
+    lines = tile.rows + tile.columns * (2 if gated else 1) + tile.more
     return lines * tile.depth * dtype.itemsize * tile.stages
 
 
@@ -222,15 +232,17 @@ def _step(depth: int, largest: int) -> int:
     return step
 
 
-def large_tile(columns: int, depth: int, rows: int, dtype: torch.dtype) -> Tile | None:
-    """The tile with which `linear_large` beats the library at so many rows, or None.
+def large_tile(
+    columns: int, depth: int, rows: int, dtype: torch.dtype, *, gated: bool = False
+) -> Tile | None:
+    """The tile with which a kernel of our own beats the library at so many rows, or None.
 
-    An entry holds from 7/8 of the row count it was measured at: with fewer rows the library has
-    fewer tiles to compute, and `linear_large` as many.
+    Of `linear_large` without a mode. An entry holds from 7/8 of the row count it was measured at:
+    with fewer rows the library has fewer tiles to compute, and ours as many.
     """
     if dtype.itemsize > 2:
         return None
-    for (n, k, most), tile in MANY_TILES.items():
+    for (n, k, most), tile in (MANY_GATED_TILES if gated else MANY_TILES).items():
         if (n, k) == (columns, depth) and most * 7 < rows * 8 <= most * 8:
             return tile
     return None
