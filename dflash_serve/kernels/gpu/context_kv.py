@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.norm import check_weight_type
 from dflash_serve.kernels.gpu.qkv import HEADS, half_block, normalise, rotate, warps
 
@@ -61,6 +62,7 @@ def store_context(
         HEADS=HEADS,
         num_warps=warps(half),
         enable_fp_fusion=False,  # see `rotate`
+        **chained(kv),
     )
 
 
@@ -84,7 +86,9 @@ def _store_context(
     HEAD_DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)

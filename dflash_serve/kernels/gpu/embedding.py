@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_serve.kernels.gpu.launch import chained, follow
+
 __all__ = ["embed_rows"]
 
 _BLOCK = 1024
@@ -20,8 +22,10 @@ def _embed(
     rows: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One block of one row."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     local = tl.load(ids + row) - first
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,6 +42,6 @@ def embed_rows(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     if out.numel() == 0:
         return out
     _embed[(ids.shape[0], triton.cdiv(width, _BLOCK))](
-        ids.contiguous(), weight, out, first, rows, WIDTH=width, BLOCK=_BLOCK
+        ids.contiguous(), weight, out, first, rows, WIDTH=width, BLOCK=_BLOCK, **chained(out)
     )
     return out

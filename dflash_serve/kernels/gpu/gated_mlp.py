@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_serve.kernels.gpu.launch import chained, follow
+
 __all__ = ["silu_mul"]
 
 _BLOCK = 1024
@@ -24,14 +26,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     stride = gate_up.stride(0) if rows > 1 else 2 * width
     grid = (rows, triton.cdiv(width, _BLOCK))
-    _silu_mul[grid](gate_up, out, stride, WIDTH=width, BLOCK=_BLOCK, num_warps=4)
+    _silu_mul[grid](gate_up, out, stride, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **chained(out))
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_mul(
-    gate_up: tl.tensor, out: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

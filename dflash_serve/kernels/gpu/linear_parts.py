@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
 __all__ = ["activate", "addressable", "check_parts", "finish", "product"]
@@ -68,6 +69,7 @@ def _product(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One [ROWS, COLUMNS] tile of the output, or with PARTS one part of its sum."""
     # Row tiles of the same weight run side by side, then the parts of the same output.
@@ -82,6 +84,7 @@ def _product(  # type: ignore[no-untyped-def]
         steps = steps // PARTS
     row0 = row_tile * ROWS
     column0 = column_tile * COLUMNS
+    follow(PDL)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(part * steps, part * steps + steps):
@@ -176,6 +179,7 @@ def product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **chained(x),
     )
     return out
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.gpu.launch import chained, follow
 
 __all__ = ["check_weight_type", "rms_norm"]
 
@@ -54,6 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         WIDTH=width,
         BLOCK=block,
         num_warps=warps,
+        **chained(x),
     )
     return out
 
@@ -94,7 +96,9 @@ def _rms_norm(
     inner_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

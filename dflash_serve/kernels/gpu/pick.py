@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.noise import gumbel, philox_ids
 from dflash_serve.kernels.pick import Kept
 from dflash_serve.kernels.rows import RowSampling
@@ -26,6 +27,7 @@ _MANY_TILES = 4
 _EMPTY = tl.constexpr(-(2**63))
 _FAULT = tl.constexpr(2**63 - 1)
 _LOW = tl.constexpr(0xFFFFFFFF)
+_NOWHERE = tl.constexpr(-(2**31))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +122,10 @@ def _best(  # type: ignore[no-untyped-def]
     SKEW: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (parts, R): largest key of the program's columns → out [R, parts]."""
+    follow(PDL)
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     line = logits + row * logits_stride
@@ -142,7 +146,11 @@ def _best(  # type: ignore[no-untyped-def]
         counts = tl.load(ties + row * parts + before, mask=before < part, other=0)
         seen = tl.load(lower + row) + tl.sum(counts.to(tl.int64), 0)
 
-    best = tl.full([TILE], _EMPTY, tl.int64)
+    # A lane sees its columns in ascending order, so that only a greater score replaces one; the
+    # keys that also order lanes are made at the end. Comparing floats counts −0 as +0.
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_at = tl.full([TILE], _NOWHERE, tl.int32)
+    broken = tl.zeros([TILE], tl.int1)
     for tile in range(tiles):
         start = (part * tiles + tile) * TILE
         at = start - SKEW + tl.arange(0, TILE)
@@ -163,20 +171,25 @@ def _best(  # type: ignore[no-untyped-def]
                 share = (logit.to(tl.float64) - top) / heat
                 allowed = inside & ((order > last) | (tied & (index <= room)))
                 allowed = allowed & (share >= least)
-        ids = (first_id + at).to(tl.int64)
-        key = (ordered(score).to(tl.int64) << 32) | (_LOW - ids)
-        key = tl.where(allowed, key, _EMPTY)
-        key = tl.where(inside & (score != score), _FAULT, key)
-        best = tl.maximum(best, key)
-    largest = tl.max(best, 0)
+        broken = broken | (inside & (score != score))
+        better = allowed & ((score > best) | (best_at == _NOWHERE))
+        best = tl.where(better, score, best)
+        best_at = tl.where(better, at, best_at)
+    ids = (first_id + best_at).to(tl.int64)
+    key = (ordered(best).to(tl.int64) << 32) | (_LOW - ids)
+    key = tl.where(best_at == _NOWHERE, _EMPTY, key)
+    largest = tl.max(tl.where(broken, _FAULT, key), 0)
     if KEPT:
         largest = tl.where(state == 2, _FAULT, largest)
     tl.store(out + row * parts + part, largest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(partial, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _largest(  # type: ignore[no-untyped-def]
+    partial, out, parts, PARTS: tl.constexpr, PDL: tl.constexpr
+):
     """Grid (R,): maximum of each row of partial [R, parts]."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     keys = tl.load(partial + row * parts + part, mask=part < parts, other=_EMPTY)
@@ -184,8 +197,11 @@ def _largest(partial, out, parts, PARTS: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _unpack(keys, ids, faults, rows, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack(  # type: ignore[no-untyped-def]
+    keys, ids, faults, rows, TILE: tl.constexpr, PDL: tl.constexpr
+):
     """Grid (tiles of rows,): ids and faults of keys [R]."""
+    follow(PDL)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     key = tl.load(keys + row, mask=row < rows, other=0)
     fault = key == _FAULT
@@ -242,8 +258,9 @@ def best_keys(
         TILE=TILE,
         num_warps=8,
         enable_fp_fusion=False,  # logit + T · G rounds as in the torch reference, in any variant
+        **chained(logits),
     )
-    _largest[(count,)](partial, keys, cut.parts, PARTS=padded, num_warps=1)
+    _largest[(count,)](partial, keys, cut.parts, PARTS=padded, num_warps=1, **chained(keys))
     return keys
 
 
@@ -253,5 +270,5 @@ def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
     faults = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
     if keys.shape[0]:
         grid = (triton.cdiv(keys.shape[0], 256),)
-        _unpack[grid](keys, ids, faults, keys.shape[0], TILE=256, num_warps=2)
+        _unpack[grid](keys, ids, faults, keys.shape[0], TILE=256, num_warps=2, **chained(keys))
     return ids, faults

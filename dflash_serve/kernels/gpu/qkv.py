@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.norm import check_weight_type
 
 __all__ = ["HEADS", "half_block", "normalise", "rope_and_store", "rotate", "warps"]
@@ -93,6 +94,7 @@ def rope_and_store(
         NORM=norm,
         num_warps=warps(half),
         enable_fp_fusion=False,  # see `rotate`
+        **chained(qkv),
     )
     return query
 
@@ -156,7 +158,9 @@ def _rope_and_store(
     HALF_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
