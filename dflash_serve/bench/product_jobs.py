@@ -46,12 +46,23 @@ TOYS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One measurement; without a tile, the library's."""
+    """One measurement; without a tile, the library's.
+
+    Attributes:
+        large: of the products of many rows.
+        fused: a gated one activates in the product, not in a kernel after it.
+    """
 
     shape: Shape
     rows: int
     tile: Tile | None
     large: bool = False
+    fused: bool = True
+
+    @property
+    def gated(self) -> bool:
+        """Whether the product itself is a gated one."""
+        return self.shape.kind == "gated" and self.fused
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -67,7 +78,9 @@ class Job:
     @property
     def label(self) -> str:
         """The variant in a few characters."""
-        return "library" if self.tile is None else ",".join(str(n) for n in self.numbers)
+        if self.tile is None:
+            return "library"
+        return ",".join(str(n) for n in self.numbers) + ("" if self.fused else " + silu")
 
 
 def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool) -> list[Job]:
@@ -77,16 +90,11 @@ def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool
         layer = sorted((s for s in shapes if s.name in _LAYER), key=lambda s: _LAYER.index(s.name))
         rest = [s for s in shapes if s.name not in _LAYER]
         return [
-            Job(shape, rows, tile, large=True)
+            job
             for some in (layer, rest)
             for rows in counts
             for shape in some
-            for tile in (
-                None,
-                *large_tiles(
-                    shape.columns, shape.depth, rows, gated=shape.kind == "gated", toy=toy
-                ),
-            )
+            for job in _large_jobs(shape, rows, toy)
         ]
     return [
         Job(shape, rows, tile)
@@ -103,3 +111,13 @@ def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool
             ),
         )
     ]
+
+
+def _large_jobs(shape: Shape, rows: int, toy: bool) -> list[Job]:
+    """The library's, every tile's, and for a gated shape those of the plain product too."""
+    gated = shape.kind == "gated"
+    jobs = [Job(shape, rows, None, large=True)]
+    for fused in (True, False) if gated else (True,):
+        tiles = large_tiles(shape.columns, shape.depth, rows, gated=gated and fused, toy=toy)
+        jobs += [Job(shape, rows, tile, large=True, fused=fused) for tile in tiles]
+    return jobs

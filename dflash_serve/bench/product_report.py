@@ -60,6 +60,7 @@ class Result:
             "tile": None if job.tile is None else dataclasses.astuple(job.tile),
             "parts": _parts(self),
             "large": job.large,
+            "fused": job.fused,
             "us": self.ms * 1e3,
             "right": self.right,
             "tb_s": self.bandwidth / 1e12,
@@ -166,7 +167,7 @@ def large_table(results: list[Result]) -> str:
             if library is None or own is None or own.ms >= library.ms:
                 continue
             shape = own.job.shape
-            if (shape.kind == "gated") == gated:
+            if own.job.gated == gated:
                 key = f"({shape.columns}, {shape.depth})"
                 entries.setdefault(key, []).append(f"{own.job.rows}: {own.job.numbers}")
         inner = [f"    {key}: {{{', '.join(tiles)}}}," for key, tiles in entries.items()]

@@ -81,12 +81,20 @@ def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
         return _library(job, inputs, weight)
     residual = inputs.residual if kind == "add" else None
     out_dtype = torch.float32 if kind == "head" else None
+    if not job.fused:
+        return silu_mul(
+            run_job(dataclasses.replace(job, shape=_plain(job.shape), fused=True), inputs, weight)
+        )
     gated = kind == "gated"
     if job.large and tile.mode == "":
         return many.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
     if kind in ("norm", "gated") and not job.large:
         x = rms_norm(x, inputs.norm, _EPS)
     return few.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
+
+
+def _plain(shape: Shape) -> Shape:
+    return dataclasses.replace(shape, kind="plain")
 
 
 def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
@@ -187,7 +195,7 @@ def compile_ahead(jobs: Iterable[Job], deadline: float) -> set[tuple[object, ...
 
 def _kernel_key(job: Job) -> tuple[object, ...]:
     """What a kernel is compiled for."""
-    kind = job.shape.kind
+    kind = job.shape.kind if job.fused else "plain"
     return (job.tile, kind if kind in ("gated", "add", "head") else "", job.large)
 
 

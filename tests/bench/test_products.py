@@ -129,6 +129,17 @@ def test_an_estimate_counts_rounds_of_tiles() -> None:
     )
 
 
+def test_a_gated_shape_is_tried_with_the_activation_inside_and_after() -> None:
+    shape = next(s for s in SHAPES if s.kind == "gated")
+    jobs = jobs_of("large", [shape], [512], toy=False)
+    assert {job.gated for job in jobs if job.tile is not None} == {True, False}
+    inside = next(job for job in jobs if job.tile is not None and job.gated)
+    after = next(job for job in jobs if not job.fused)
+    library = Result(jobs[0], 10.0)
+    assert "MANY_TILES = _measured({\n})" in large_table([library, Result(inside, 8.0)])
+    assert "MANY_GATED_TILES = _measured({\n})" in large_table([library, Result(after, 8.0)])
+
+
 def test_a_wrong_variant_is_marked_and_never_chosen() -> None:
     shape = SHAPES[0]
     fast, slow = Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3)

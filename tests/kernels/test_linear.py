@@ -88,6 +88,19 @@ def test_a_measured_product_of_many_rows_is_the_own_one(monkeypatch: pytest.Monk
         assert close(reference.norm_gated(x, case.norm, EPS, weight), case.gated(), scale=2)
 
 
+def test_the_activation_may_follow_a_measured_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain_only(*_: object, gated: bool = False) -> Tile | None:
+        return None if gated else Tile(64, 32, 32, 4, 2, more=16)
+
+    for module in (linear_policy, gpu):
+        monkeypatch.setattr(module, "large_tile", plain_only)
+    monkeypatch.setattr(gpu, "F", None)
+    for dtype in TYPES:
+        case = Case(150, 72, 136, dtype)
+        out = reference.norm_gated(case.x, case.norm, EPS, case.weight)
+        assert close(out, case.gated(), scale=2)
+
+
 def test_a_measured_product_of_many_rows_may_be_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = Tile(64, 32, 32, 4, 2, 2, "spread")
     for module in (linear_policy, gpu):

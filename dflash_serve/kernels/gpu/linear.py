@@ -172,7 +172,7 @@ def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
     x = rms_norm(x, norm, eps)
     if _library(x, gate_up, gated=True):
-        return silu_mul(F.linear(x, gate_up))
+        return silu_mul(linear(x, gate_up))
     return _own(x, gate_up, None, None, gated=True)
 
 
