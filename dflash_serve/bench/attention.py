@@ -5,6 +5,10 @@
 Every figure is the median replay of one CUDA graph that holds a call per layer, each on its own
 layer's pages in shuffled order, so that the L2 cache holds nothing useful. Decode cases state the
 bytes of keys and values read per second, prompts the FLOPs of the scores a causal mask leaves.
+
+Every variant is checked on one layer: against torch, and bit for bit against the first request
+computed alone with the first variant's tiles. `--tiers` measures other sizes of splits and `--also`
+further ones, each in a process of its own, since they are constants of the kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dflash_serve.bench import attention_check
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
 from dflash_serve.kernels.gpu.prefill import PrefillTiles, prefill_attention
@@ -33,7 +40,7 @@ __all__ = ["main"]
 
 _READ_TB_S = 4.2
 _TFLOP_S = 790.0
-_HEADS, _KV_HEADS, _HEAD_DIM, _PAGE, _LAYERS = 32, 8, 128, 16, 36
+_HEADS, _KV_HEADS, _HEAD_DIM, _PAGE, _LAYERS = 32, 8, 128, 64, 41
 _REPLAYS = 10
 
 
@@ -68,69 +75,67 @@ class Variant:
         """Short text for the table."""
         t = self.tiles
         shape = f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
-        if self.mode is None:
+        if isinstance(t, PrefillTiles):
             return shape
-        return f"{self.mode:5} {shape}" + (f" p{self.programs}" if self.programs else "")
+        shape += " box" if t.boxes else ""
+        shape += f" r{t.registers}" if t.registers else ""
+        return f"{self.mode or '':5} {shape}" + (f" p{self.programs}" if self.programs else "")
 
 
-Section = Literal["small", "large", "long", "prefill"]
+Section = Literal["first", "second", "prefill"]
 _CASES: dict[Section, list[Case]] = {
-    "small": [
-        Case(1, 1024, 16),
-        Case(1, 1024, 1),
-        Case(2, 1024, 16),
-        Case(4, 1024, 16),
-        Case(8, 1024, 16),
-        Case(8, 1024, 1),
+    "first": [
+        Case(128, 1040, 16),
+        Case(8, 32768, 16),
         Case(8, 1040, 16),
-        Case(16, 1024, 16),
-        Case(1, 1024, 16, 40960),
-        Case(8, 1024, 16, 40960),
+        Case(32, 1040, 16),
+        Case(1, 1040, 16),
+        Case(128, 1027, 3),
     ],
-    "large": [
-        Case(32, 1024, 16),
-        Case(32, 1024, 1),
-        Case(128, 1024, 16),
-        Case(128, 1024, 1),
+    "second": [
+        Case(8, 1025, 1),
+        Case(32, 1025, 1),
+        Case(128, 1025, 1),
         Case(32, 8192, 16),
+        Case(1, 32768, 16),
+        Case(8, 32768, 1),
+        Case(1, 1025, 1),
+        Case(8, 1028, 4, 40960),
     ],
-    "long": [Case(8, 32768, 16), Case(1, 32768, 16), Case(1, 32768, 1)],
     "prefill": [Case(8, 1024, 1024), Case(1, 8192, 8192)],
 }
 _TOY: dict[Section, list[Case]] = {
-    "small": [Case(1, 96, 2), Case(2, 64, 1, 160)],
+    "first": [Case(1, 96, 2), Case(2, 64, 1, 160)],
     "prefill": [Case(2, 40, 40)],
 }
 
 _TILE = DecodeTiles(64, 64, 128, 4, 3)
-_PREFILL_TILES = [
-    PrefillTiles(128, 64, 128, 8, 3),
-    PrefillTiles(128, 128, 128, 8, 3),
-    PrefillTiles(128, 64, 128, 8, 2),
-]
+_BOX = dataclasses.replace(_TILE, boxes=True)
+_PREFILL_TILES = [PrefillTiles(128, 64, 128, 8, 3), PrefillTiles(128, 128, 128, 8, 3)]
 
 
 def variants(case: Case) -> Iterator[Variant]:
     """The sweep of one case, the default first."""
     if case.rows > 16:
         yield from (Variant(tiles) for tiles in _PREFILL_TILES)
-    elif case.batch * _KV_HEADS >= 132:
-        yield Variant(_TILE, "whole")
-        yield Variant(dataclasses.replace(_TILE, stages=2), "whole")
-    else:
-        yield Variant(_TILE, "split")
-        yield from (Variant(_TILE, "split", programs) for programs in _programs(case))
-        yield Variant(dataclasses.replace(_TILE, stages=2), "split")
-        if case.batch == 8:  # another key tile: other bits, hence for all cases or none
-            yield Variant(DecodeTiles(64, 32, 128, 4, 4), "split")
-            yield Variant(DecodeTiles(64, 32, 128, 4, 5), "split")
+        return
+    mode: Mode = "whole" if case.batch * _KV_HEADS >= 132 else "split"
+    yield Variant(_TILE, mode)
+    yield Variant(_BOX, mode)
+    yield Variant(dataclasses.replace(_TILE, stages=2), mode)
+    yield Variant(dataclasses.replace(_BOX, stages=2), mode)
+    if case.rows == 16:  # eight warps sum in another order: other bits, hence for all or none
+        yield Variant(dataclasses.replace(_BOX, warps=8), mode)
+    for programs in _programs(case):
+        yield Variant(_TILE, "split", programs)
+        yield Variant(_BOX, "split", programs)
 
 
 def _programs(case: Case) -> tuple[int, ...]:
     """Programs that share the splits of a request and key head, to compare."""
     if case.context > 8192:
-        return (3, 4, 8) if case.batch > 1 else (16, 32, 64)
-    return (3, 4, 5, 8) if case.batch in (4, 8) else ()
+        return (3, 8) if case.batch > 1 else (16, 64)
+    return {8: (3, 5, 8), 32: (1, 2, 4)}.get(case.batch, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +181,12 @@ def call(case: Case, variant: Variant, query: Tensor, pages: Tensor, view: Atten
     )
 
 
-def compile_variant(case: Case, variant: Variant) -> str | None:
-    """Put a variant's kernels into Triton's cache on disk; the error's first line, if any."""
+def compile_variant(case: Case, variant: Variant, tiers: str | None) -> str:
+    """Put a variant's kernels into Triton's cache on disk; their needs, or the error's first line.
+
+    Runs in a process of its own.
+    """
+    attention_check.use_tiers(tiers)
     device = torch.device("cuda")
     pages = torch.zeros((2, 4, _PAGE, _KV_HEADS, _HEAD_DIM), dtype=torch.bfloat16, device=device)
     table = torch.zeros((1, case.table_width), dtype=torch.int64, device=device)
@@ -187,26 +196,27 @@ def compile_variant(case: Case, variant: Variant) -> str | None:
     try:
         call(case, variant, query, pages, view)
         torch.cuda.synchronize()
+        return f"{variant.name:32} {attention_check.needs()}"
     except Exception as error:  # whatever a compiler may raise; the sweep goes on
-        return _line(error)
-    return None
+        return f"{variant.name:32} {_line(error)}"
 
 
-def compile_all(cases: list[Case], budget_s: float) -> None:
-    """Compile every distinct variant in processes of their own."""
-    jobs: dict[tuple[object, ...], tuple[Case, Variant]] = {}
+def compile_all(cases: list[Case], budget_s: float, tiers: str | None) -> None:
+    """Compile every distinct variant in processes of their own, and print what they need."""
+    jobs: dict[tuple[object, ...], tuple[Case, Variant, str | None]] = {}
     for case in cases:
         for variant in variants(case):
             aligned = case.table_width % 16 == 0  # a different kernel otherwise
-            jobs.setdefault((variant.tiles, variant.mode, aligned), (case, variant))
-    workers = max(1, min(len(jobs), 12, (os.cpu_count() or 2) - 2))
+            key = (variant.tiles, variant.mode, aligned)
+            jobs.setdefault(key, (case, variant, tiers))
+    workers = max(1, min(len(jobs), 14, (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
     futures = [pool.submit(compile_variant, *job) for job in jobs.values()]
     done, late = concurrent.futures.wait(futures, timeout=budget_s)
-    failed = sum(future.exception() is not None or bool(future.result()) for future in done)
+    lines = {str(f.exception() or f.result()) for f in done}
     pool.shutdown(wait=False, cancel_futures=True)
-    print(f"compiled {len(done) - failed} kernels, {failed} failed, {len(late)} not ready")
+    print(*sorted(lines), f"compiled {len(done)} kernels, {len(late)} not ready", sep="\n")
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
@@ -247,6 +257,8 @@ def measure(setting: Setting, case: Case, variant: Variant, pool: Tensor) -> dic
 
     row: dict[str, Any] = {**dataclasses.asdict(case), "variant": variant.name}
     try:
+        out = call(case, variant, query, pool[0], view)
+        row["wrong"] = attention_check.faults(out, query, pool[0], view, _first_tiles(case))
         ms = milliseconds(layers, setting.device)
     except Exception as error:  # a variant that does not fit must not end the sweep
         return {**row, "error": _line(error)}
@@ -263,6 +275,11 @@ def measure(setting: Setting, case: Case, variant: Variant, pool: Tensor) -> dic
     return row
 
 
+def _first_tiles(case: Case) -> DecodeTiles | None:
+    tiles = next(variants(case)).tiles
+    return tiles if isinstance(tiles, DecodeTiles) else None
+
+
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[
         :160
@@ -277,7 +294,8 @@ def show(row: dict[str, Any]) -> None:
         print(f"{head} {row['error']}", flush=True)
         return
     rate = f"{row['tb_s']:7.3f} TB/s" if "tb_s" in row else f"{row['tflop_s']:7.1f} TFLOP/s"
-    print(f"{head} {row['ms']:9.3f} ms {rate} {row['share']:6.1%}", flush=True)
+    wrong = f"  {row['wrong']}" if row["wrong"] else ""
+    print(f"{head} {row['ms']:9.3f} ms {rate} {row['share']:6.1%}{wrong}", flush=True)
 
 
 def main() -> None:
@@ -288,26 +306,49 @@ def main() -> None:
     parser.add_argument("--only", choices=[*_CASES], help="one section of the cases")
     parser.add_argument("--quick", action="store_true", help="the first variant of each case only")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
+    parser.add_argument("--tiers", help="sizes of splits, as 256,256,512,1024,2048")
+    parser.add_argument("--also", action="append", default=[], help="tiers to run afterwards")
     options = parser.parse_args()
     began = time.perf_counter()
+    attention_check.use_tiers(options.tiers)
     device = torch.device("cpu" if options.cpu_check else "cuda")
     sections = _TOY if options.cpu_check else _CASES
     cases = [c for name, cases in sections.items() if options.only in (None, name) for c in cases]
     dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
     setting = Setting(device, dtype, layers, cases)
-    rows = sweep(setting, options.budget_s, quick=options.quick) if cases else []
-    print(f"{time.perf_counter() - began:.0f} s")
+    print(f"splits of {options.tiers or 'the default sizes'}")
+    rows = sweep(setting, options.budget_s, quick=options.quick, tiers=options.tiers)
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
     if options.output:
-        result = {"layers": _LAYERS, "read_tb_s": _READ_TB_S, "rows": rows}
+        result = {"layers": layers, "tiers": options.tiers, "read_tb_s": _READ_TB_S, "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    for tiers in options.also:
+        again(options, tiers)
 
 
-def sweep(setting: Setting, budget_s: float, *, quick: bool) -> list[dict[str, Any]]:
+def again(options: argparse.Namespace, tiers: str) -> None:
+    """The same with other sizes of splits, in another process."""
+    command = [sys.executable, "-m", __spec__.name, "--tiers", tiers]
+    command += ["--budget-s", str(options.budget_s)]
+    command += ["--only", options.only] if options.only else []
+    command += [
+        f"--{flag.replace('_', '-')}" for flag in ("quick", "cpu_check") if options.__dict__[flag]
+    ]
+    if options.output:
+        command += ["--output", str(options.output.with_suffix(f".{tiers}.json"))]
+    subprocess.run(command, check=False)
+
+
+def sweep(
+    setting: Setting, budget_s: float, *, quick: bool, tiers: str | None
+) -> list[dict[str, Any]]:
     """All variants of all cases; what does not fit into the time is left out."""
     began = time.perf_counter()
     toy = setting.device.type != "cuda"
     if not toy and not quick:
-        compile_all(setting.cases, budget_s / 2)
+        compile_all(setting.cases, budget_s * 0.6, tiers)
     pool = setting.pool()
     rows, skipped = [], 0
     for case in setting.cases:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode
-from tests.kernels.paging import paged
+from dflash_serve.kernels.gpu import attention
+from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, decode_tiles
+from tests.kernels.paging import DTYPE, paged
 from tests.kernels.test_attention import decode, each_mode, each_type, run
 
 
@@ -29,6 +32,32 @@ def test_both_modes_give_the_same_bits_at_the_edges_of_splits(start: int) -> Non
     expected = decode(case, "whole")
     for programs in (1, 2, 100):
         assert torch.equal(decode(case, "split", programs), expected), programs
+
+
+@each_mode
+@each_type
+@pytest.mark.parametrize("window", [None, 100])
+def test_tiles_read_as_boxes_of_a_page_give_the_same_bits(
+    window: int | None, dtype: torch.dtype, mode: Mode
+) -> None:
+    case = paged([530, 70], 3, page=64, window=window, dtype=dtype)
+    tiles = decode_tiles(64, dtype, 6)
+    boxes, plain = (dataclasses.replace(tiles, boxes=flag) for flag in (True, False))
+    with mock.patch.object(attention, "TensorDescriptor", wraps=TensorDescriptor) as made:
+        expected = decode(case, mode, tiles=plain)
+        assert made.call_count == 0
+        assert torch.equal(decode(case, mode, tiles=boxes), expected)
+        assert made.call_count == 2
+
+
+@pytest.mark.parametrize(("page", "head_dim"), [(16, 64), (64, 96), (64, 512)])
+def test_tiles_that_are_no_box_of_a_page_are_read_as_before(page: int, head_dim: int) -> None:
+    case = paged([200], 2, page=page, head_dim=head_dim, heads=2, kv_heads=1)
+    plain = decode_tiles(head_dim, DTYPE, 4)
+    boxes = dataclasses.replace(plain, boxes=True)
+    with mock.patch.object(attention, "TensorDescriptor", wraps=TensorDescriptor) as made:
+        assert torch.equal(decode(case, "split", tiles=boxes), decode(case, "split", tiles=plain))
+    assert made.call_count == 0
 
 
 @pytest.mark.gpu

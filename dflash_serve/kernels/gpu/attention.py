@@ -19,10 +19,12 @@ from typing import Literal
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu.attention_decode import decode, merge_parts
 from dflash_serve.kernels.gpu.attention_splits import split_count
+from dflash_serve.kernels.gpu.launch import chained
 from dflash_serve.kernels.gpu.prefill import prefill_attention
 
 __all__ = ["FEW_ROWS", "DecodeTiles", "Mode", "attend", "decode_attention", "decode_tiles"]
@@ -52,6 +54,8 @@ class DecodeTiles:
         key_tile: keys of an iteration; divides the smallest split.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the main kernel.
+        boxes: read whole tiles by the tensor memory accelerator, where the pages allow it.
+        registers: most registers of a thread, 0 for the compiler's choice.
     """
 
     row_tile: int
@@ -59,6 +63,8 @@ class DecodeTiles:
     value_tile: int
     warps: int = 4
     stages: int = 3
+    boxes: bool = False
+    registers: int = 0
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeTiles:
@@ -153,6 +159,7 @@ def _launch(
         query,
         key_pages,
         value_pages,
+        *_boxes(key_pages, value_pages, tiles),
         view.page_table,
         view.start,
         out,
@@ -174,6 +181,8 @@ def _launch(
         EVICTION="evict_first",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers or None,
+        **chained(query),
     )
     if mode == "split":
         merge_parts[(triton.cdiv(rows * group, _MERGE_ROWS), kv_heads, batch)](
@@ -186,8 +195,34 @@ def _launch(
             **constants,
             ROWS=_MERGE_ROWS,
             num_warps=4,
+            **chained(query),
         )
     return out
+
+
+def _boxes(
+    key_pages: Tensor, value_pages: Tensor, tiles: DecodeTiles
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Descriptors of the pages as [slots, kv_heads · head_dim] with boxes of a tile, or Nones.
+
+    There are none where a tile is not a contiguous piece of one page, all of a head wide.
+    """
+    pages, page_size, kv_heads, head_dim = key_pages.shape
+    page_stride, slot_stride, head_stride, _ = key_pages.stride()
+    dense = page_stride == page_size * slot_stride and head_stride == head_dim
+    aligned = all(
+        pool.data_ptr() % 16 == 0 and slot_stride * pool.element_size() % 16 == 0
+        for pool in (key_pages, value_pages)
+    )
+    fits = page_size % tiles.key_tile == 0 and tiles.value_tile == head_dim
+    if not (tiles.boxes and dense and aligned and fits):
+        return None, None
+    shape, strides = [pages * page_size, kv_heads * head_dim], [slot_stride, 1]
+    box = [tiles.key_tile, head_dim]
+    return (
+        TensorDescriptor(key_pages, shape, strides, box),
+        TensorDescriptor(value_pages, shape, strides, box),
+    )
 
 
 def _scratch(query: Tensor, splits: int, packed: int) -> tuple[Tensor, Tensor, Tensor]:

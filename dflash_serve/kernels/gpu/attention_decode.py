@@ -21,6 +21,7 @@ from dflash_serve.kernels.gpu.attention_tiles import (
     row_tokens,
     store_rows,
 )
+from dflash_serve.kernels.gpu.launch import follow
 
 __all__ = ["decode", "merge_parts"]
 
@@ -62,6 +63,8 @@ def decode(
     query: tl.tensor,
     key_pages: tl.tensor,
     value_pages: tl.tensor,
+    key_box: tl.tensor,
+    value_box: tl.tensor,
     table: tl.tensor,
     starts: tl.tensor,
     out: tl.tensor,
@@ -90,8 +93,10 @@ def decode(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """A row tile of a key head over all its splits, or over this program's share of them."""
+    follow(PDL)
     value_slice = tl.program_id(0) % SLICES
     kv_head = tl.program_id(0) // SLICES % KV_HEADS
     row_tile = tl.program_id(0) // (SLICES * KV_HEADS)
@@ -125,7 +130,7 @@ def decode(
             tile, key_pages, value_pages, table, page_stride, slot_stride,
             aligned, stop, clear_first, clear_stop, stop, capacity, position, first_column,
             stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            "merge", PRECISION, EVICTION,
+            "merge", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
         )  # fmt: skip
         store_rows(
             out, acc, row_sum, tokens, heads, rows, first_column,
@@ -151,7 +156,7 @@ def decode(
                 begin, until, tl.where(masked, begin, clear_first),
                 tl.where(masked, begin, clear_stop), stop, capacity, position, first_column,
                 boundary, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                "two", PRECISION, EVICTION,
+                "two", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
             )  # fmt: skip
             store_part(
                 part_max, part_sum, part_acc, split_index(until - 1), packed, width,
@@ -182,8 +187,10 @@ def merge_parts(
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """ROWS packed rows of one request and key head, all splits in ascending order."""
+    follow(PDL)
     kv_head = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     first, stop = _key_range(tl.load(starts + request).to(tl.int32), rows, capacity, WINDOW)

@@ -67,21 +67,15 @@ def store_rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_tile(
-    query: tl.tensor,
-    key: tl.tensor,
+    score: tl.tensor,
     value: tl.tensor,
-    visible: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
     SCALE: tl.constexpr,
-    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> Any:
-    """Online softmax over one more tile of keys. SCALE holds log2(e), hence exp2."""
-    score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    if MASKED:
-        score = tl.where(visible, score, float("-inf"))
+    """Online softmax over the scores of one more tile of keys. SCALE holds log2(e), hence exp2."""
     peak = tl.maximum(row_max, tl.max(score, 1))
     base = finite(peak)
     old = tl.exp2((row_max - base) * SCALE)
@@ -125,7 +119,10 @@ def _load_page_ids(
     PAGE: tl.constexpr,
 ) -> Any:
     """[KEY_TILE] page ids of the keys from `first` on; any id for keys past the table."""
-    keys = tl.minimum(first + tl.arange(0, KEY_TILE), capacity - 1)
+    if PAGE % KEY_TILE == 0:
+        keys = tl.minimum(first, capacity - 1)
+    else:
+        keys = tl.minimum(first + tl.arange(0, KEY_TILE), capacity - 1)
     return tl.load(table + keys // PAGE)
 
 
@@ -163,6 +160,9 @@ def _scan(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
+    key_box: tl.tensor,
+    value_box: tl.tensor,
+    box_column: tl.tensor,
 ) -> Any:
     """Take the key tiles that begin in first…stop−1 into the state of a row tile.
 
@@ -174,49 +174,46 @@ def _scan(
     for begin in tl.range(first, stop, KEY_TILE):
         keys = begin + tl.arange(0, KEY_TILE)
         present = keys < present_stop
-        offset = page * page_stride + (keys % PAGE) * slot_stride
+        here = page
         page = _load_page_ids(table, begin + KEY_TILE, capacity, KEY_TILE, PAGE)
-        key = _load_tile(
-            key_pages, offset, column, present, HEAD_DIM, MASKED, BLOCK_D != HEAD_DIM, EVICTION
-        )
-        value = _load_tile(
-            value_pages,
-            offset,
-            value_column,
-            present,
-            HEAD_DIM,
-            MASKED,
-            HEAD_DIM % VALUE_TILE != 0,
-            EVICTION,
-        )
+        if key_box is not None and not MASKED:
+            box_row = (here * PAGE + begin % PAGE).to(tl.int32)
+            key = key_box.load([box_row, box_column])
+            value = value_box.load([box_row, box_column])
+        else:
+            offset = here * page_stride + (keys % PAGE) * slot_stride
+            key = _load_tile(
+                key_pages, offset, column, present, HEAD_DIM, MASKED,
+                BLOCK_D != HEAD_DIM, EVICTION,
+            )  # fmt: skip
+            value = _load_tile(
+                value_pages, offset, value_column, present, HEAD_DIM, MASKED,
+                HEAD_DIM % VALUE_TILE != 0, EVICTION,
+            )  # fmt: skip
         visible = present[None, :]
         if MASKED and CAUSAL:
             visible = visible & (keys[None, :] <= position[:, None])
         if MASKED and WINDOW > 0:
             visible = visible & (position[:, None] - keys[None, :] < WINDOW)
-        row_max, row_sum, acc = _add_tile(
-            query,
-            key,
-            value,
-            visible,
-            row_max,
-            row_sum,
-            acc,
-            SCALE,
-            MASKED,
-            PRECISION,
-        )
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if MASKED:
+            score = tl.where(visible, score, float("-inf"))
+        # A split ends before this tile. The state is taken here, after the product that waits for
+        # all products before it: taken at the end of an iteration, the compiler could not leave
+        # the last product running and would wait after each step of every product. A maximum of
+        # −inf alone begins anew: it scales what was summed by 0.
         # Nested conditions, since the outer ones are of compile time.
         if SPLITS == "merge":  # noqa: SIM102
-            if ends_split(begin + KEY_TILE):
+            if ends_split(begin):
                 merged_max, merged_sum, merged_acc = merge(
                     merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
                 )
-                row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
+                row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
         if SPLITS == "two":  # noqa: SIM102
-            if begin + KEY_TILE == boundary:
+            if begin == boundary:
                 merged_max, merged_sum, merged_acc = row_max, row_sum, acc
-                row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
+                row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
+        row_max, row_sum, acc = _add_tile(score, value, row_max, row_sum, acc, SCALE, PRECISION)
     return row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page
 
 
@@ -248,6 +245,9 @@ def attend_keys(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     EVICTION: tl.constexpr,
+    key_box: tl.tensor = None,
+    value_box: tl.tensor = None,
+    box_column: tl.tensor = 0,
 ) -> Any:
     """Softmax state of a row tile over the key tiles that begin in first…stop−1.
 
@@ -268,6 +268,9 @@ def attend_keys(
         WINDOW: a row sees keys less than this far behind it; 0 for all.
         boundary: first key of the second split, for SPLITS 'two'; −1 if there is none.
         SPLITS: 'one' keeps none apart, 'merge' merges all, 'two' keeps two apart.
+        key_box, value_box: descriptors of the pages as [slots, kv_heads · HEAD_DIM] with boxes of
+            a tile, which then lies within a page; tiles without masks are read through them.
+        box_column: first column of this key head in them.
 
     Returns:
         Maximum, sum and weighted values of all keys or, with 'two', of the last split; then, with
@@ -285,7 +288,7 @@ def attend_keys(
             row_max, row_sum, acc, boundary,
             merged_max, merged_sum, merged_acc,
             SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, SPLITS, PRECISION, EVICTION,
+            True, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
         )  # fmt: skip
     row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
@@ -293,7 +296,7 @@ def attend_keys(
         row_max, row_sum, acc, boundary,
         merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        False, SPLITS, PRECISION, EVICTION,
+        False, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
     )  # fmt: skip
     row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
@@ -301,7 +304,7 @@ def attend_keys(
         row_max, row_sum, acc, boundary,
         merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        True, SPLITS, PRECISION, EVICTION,
+        True, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
     )  # fmt: skip
     if SPLITS == "merge":
         row_max, row_sum, acc = merge(

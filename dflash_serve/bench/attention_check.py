@@ -1,0 +1,85 @@
+"""Whether an attention kernel's result is right, what the kernel needs, and other split sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from dflash_serve.kernels.attention import AttentionView
+from dflash_serve.kernels.gpu import attention_splits
+from dflash_serve.kernels.gpu.attention import DecodeTiles, decode_attention
+from dflash_serve.kernels.gpu.attention_decode import decode
+
+__all__ = ["faults", "needs", "use_tiers"]
+
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 2e-5}
+
+
+def use_tiers(tiers: str | None) -> None:
+    """Cut keys into splits of these sizes, before any kernel is compiled in this process."""
+    if tiers is None:
+        return
+    sizes = [int(size) for size in tiers.split(",")]
+    limits = [limit for limit, _ in attention_splits._TIERS]
+    attention_splits._TIERS = tuple(zip(limits, sizes, strict=False))  # type: ignore[assignment]
+    attention_splits._LAST_SIZE = sizes[-1]
+    for index, size in enumerate(sizes):
+        setattr(attention_splits, f"_SIZE_{index}", tl.constexpr(size))
+    for index, limit in enumerate(limits):
+        count = tl.constexpr(attention_splits.split_count(limit))
+        setattr(attention_splits, f"_COUNT_{index}", count)
+
+
+def needs() -> str:
+    """Registers, spilled words and shared memory of the decode kernels used since the last call."""
+    caches = dict(decode.device_caches)
+    decode.device_caches.clear()
+    kernels = [kernel for cache in caches.values() for kernel in cache[0].values()]
+    return "; ".join(sorted({_need(kernel) for kernel in kernels})) or "no decode kernel"
+
+
+def _need(kernel: Any) -> str:
+    shared = kernel.metadata.shared
+    return f"{kernel.n_regs} registers, {kernel.n_spills} spilled, {shared} bytes shared"
+
+
+def faults(
+    out: Tensor, query: Tensor, pages: Tensor, view: AttentionView, tiles: DecodeTiles | None
+) -> str:
+    """What is wrong with the result of one layer's `pages` [2, ...]; nothing is ''.
+
+    The first and the last request are compared with torch and, given `tiles`, the first one's bits
+    with those it has alone with these.
+    """
+    found = []
+    for request in {0, query.shape[0] - 1}:
+        error = (out[request].float() - _reference(request, query, pages, view)).abs().max()
+        if not error < _TOLERANCE[query.dtype]:  # NaN is wrong too
+            found.append(f"request {request} is off by {float(error):.1e}")
+    if tiles is not None:
+        one = dataclasses.replace(view, page_table=view.page_table[:1], start=view.start[:1])
+        alone = decode_attention(query[:1], pages[0], pages[1], one, tiles=tiles)
+        if not torch.equal(alone, out[:1]):
+            found.append("other bits than alone")
+    return ", ".join(found)
+
+
+def _reference(request: int, query: Tensor, pages: Tensor, view: AttentionView) -> Tensor:
+    """[rows, heads, head_dim] of one request, in float32."""
+    first = int(view.start[request])
+    used = view.page_table[request, : -(-(first + view.rows) // view.page_size)]
+    heads, head_dim = query.shape[-2:]
+    out = torch.empty(query.shape[1:], dtype=torch.float32, device=query.device)
+    group = heads // pages.shape[-2]
+    keys = torch.arange(used.shape[0] * view.page_size, device=query.device)
+    rows = torch.arange(first, first + view.rows, device=query.device)
+    for head in range(heads):
+        key, value = (p[used, :, head // group].flatten(0, 1).float() for p in pages)
+        score = query[request, :, head].float() @ key.T * head_dim**-0.5
+        score = score.masked_fill(keys[None] > rows[:, None], float("-inf"))
+        out[:, head] = torch.softmax(score, 1) @ value
+    return out

@@ -1,0 +1,120 @@
+"""The decode kernels as compiled for an H200, which needs no GPU.
+
+Triton decides at import whether it interprets, hence the child process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dflash_serve.kernels.attention import AttentionView
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
+from tests.kernels.test_small_compile import WAITS_FIRST, signature
+
+ROOT = Path(__file__).parents[2]
+PAGE = 64
+MODES: list[Mode] = ["whole", "split"]
+
+
+def compile_decode(mode: Mode, *, boxes: bool) -> dict[str, dict[str, int]]:
+    """Facts about each kernel that attention of 16 rows over pages of 64 keys launches."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.disasm import get_sass
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    facts: dict[str, dict[str, int]] = {}
+
+    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": 2}
+        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
+        special = {n: v for n, v in values.items() if v is None or isinstance(v, TensorDescriptor)}
+        types, constants, aligned = signature(self, values | dict.fromkeys(special, 1))
+        for name, box in special.items():
+            if box is not None:
+                types[name] = f"tensordesc<bf16{list(box.block_shape)}>"
+                del constants[name]
+            else:
+                constants[name] = None
+        source = ASTSource(self, types, constants, aligned)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        sass = get_sass(built.asm["cubin"])
+        facts[self.__name__] = {
+            "products": sass.count("HGMMA"),
+            "waits": sass.count("WARPGROUP.DEPBAR"),
+            "boxes": sass.count("UTMALDG"),
+            "waits_first": int(WAITS_FIRST.search(built.asm["ptx"]) is not None),
+            "shared": built.metadata.shared,
+        }
+
+    query = torch.zeros(8, 16, 32, 128, dtype=torch.bfloat16)
+    pages = torch.zeros(2, 4, PAGE, 8, 128, dtype=torch.bfloat16)
+    table = torch.zeros(8, 17, dtype=torch.int64)
+    view = AttentionView(table, torch.zeros(8, dtype=torch.int64), 16, 1040, PAGE, True)
+    tiles = DecodeTiles(64, 64, 128, boxes=boxes)
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch):
+        decode_attention(query, pages[0], pages[1], view, tiles=tiles, mode=mode)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
+    return found
+
+
+each_kernel = pytest.mark.parametrize("name", ["whole", "whole boxes", "split", "split boxes"])
+
+
+@each_kernel
+def test_the_steps_of_a_product_follow_each_other_without_a_wait(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    found = compiled[name]["decode"]
+    assert found["products"] == 24  # per loop 128 / 16 of the scores, 64 / 16 of the values
+    assert found["waits"] <= 4
+
+
+@each_kernel
+def test_two_programs_fit_on_a_processor(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    assert 2 * (compiled[name]["decode"]["shared"] + 1024) <= 228 * 1024
+
+
+@each_kernel
+def test_only_boxes_go_through_the_memory_accelerator(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    assert (compiled[name]["decode"]["boxes"] > 0) == name.endswith("boxes")
+
+
+@each_kernel
+def test_every_kernel_waits_for_the_one_before_it(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    assert all(found["waits_first"] for found in compiled[name].values())
+
+
+if __name__ == "__main__":
+    cases = [(mode, boxes) for mode in MODES for boxes in (False, True)]
+    print(
+        json.dumps(
+            {mode + " boxes" * boxes: compile_decode(mode, boxes=boxes) for mode, boxes in cases}
+        )
+    )
