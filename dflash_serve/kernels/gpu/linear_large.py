@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.linear_parts import activate, addressable, finish
 from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
@@ -125,6 +126,7 @@ def _product(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The tiles program_id, program_id + programs, …; descriptors pad with 0.
 
@@ -136,6 +138,7 @@ def _product(  # type: ignore[no-untyped-def]
     row_tiles = tl.cdiv(rows, ROWS)
     column_tiles = tl.cdiv(columns, wide)
     steps = tl.cdiv(depth, DEPTH)
+    follow(PDL)
     for tile in tl.range(
         tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True
     ):
@@ -226,6 +229,7 @@ def product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **chained(x),
     )
     return out
 
