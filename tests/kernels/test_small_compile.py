@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,16 @@ import torch
 
 from dflash_serve.bench import small_kernels
 from dflash_serve.kernels.backend import interpreted
+from dflash_serve.kernels.gpu.embedding import embed_rows
+from dflash_serve.kernels.gpu.linear import product
+from dflash_serve.kernels.gpu.tiles import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).parents[2]
+# No access to global memory before the wait.
+WAITS_FIRST = re.compile(
+    r"\A(?:(?!ld\.global|st\.global|cp\.async|atom\.).)*griddepcontrol\.wait", re.DOTALL
+)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -60,6 +68,9 @@ def compile_all() -> dict[str, dict[str, int]]:
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         values = dict(zip(self.arg_names, args, strict=False)) | named
         options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
+        if "PDL" in values:  # as on a GPU that has dependent launch
+            values["PDL"] = True
+            options["launch_pdl"] = True
         types, constants, aligned = signature(self, values)
         key = f"{self.__name__} {types} {constants}"
         if key in facts:
@@ -71,6 +82,8 @@ def compile_all() -> dict[str, dict[str, int]]:
             "shared": built.metadata.shared,
             "barriers": ptx.count("bar.sync"),
             "fused": ptx.count("fma.rn.bf16"),
+            "chained": int("PDL" in values),
+            "waits_first": int(WAITS_FIRST.search(ptx) is not None),
         }
 
     sizes = small_kernels.Sizes((16,), layers=1, page_table=40)
@@ -80,6 +93,10 @@ def compile_all() -> dict[str, dict[str, int]]:
             for case in small_kernels.cases(sizes, torch.device("cpu"), dtype):
                 for call in case.calls:
                     call()
+            x, weight = (torch.zeros(n, 256, dtype=dtype) for n in (16, 512))
+            embed_rows(torch.arange(16), weight, 0)
+            for residual, gated in ((None, False), (x, False), (None, True)):
+                product(x, weight, Tile(16, 64, 64, 4, 3), residual=residual, gated=gated)
     return facts
 
 
@@ -98,7 +115,9 @@ def test_every_kernel_compiles_for_hopper(compiled_kernels: dict[str, dict[str, 
     names = {key.split()[0] for key in compiled_kernels}
     assert names == {
         "_commit",
+        "_embed",
         "_gather",
+        "_product",
         "_rms_norm",
         "_rope_and_store",
         "_silu_mul",
@@ -112,6 +131,15 @@ def test_the_sum_over_a_head_stays_within_a_warp(
     heads = [f for key, f in compiled_kernels.items() if "_store" in key]
     assert len(heads) == 4
     assert all(f["shared"] == f["barriers"] == 0 for f in heads)
+
+
+def test_a_chained_kernel_waits_before_it_touches_what_kernels_write(
+    compiled_kernels: dict[str, dict[str, int]],
+) -> None:
+    chained = {key.split()[0] for key, f in compiled_kernels.items() if f["chained"]}
+    waiting = {key.split()[0] for key, f in compiled_kernels.items() if f["waits_first"]}
+    names = {"_embed", "_product", "_rms_norm", "_rope_and_store", "_silu_mul", "_store_context"}
+    assert chained == waiting == names
 
 
 def test_no_product_loses_its_rounding_to_bf16_in_a_fused_sum(

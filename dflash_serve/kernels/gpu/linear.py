@@ -21,6 +21,7 @@ from torch import Tensor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear_large, linear_parts
+from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.linear_parts import check_parts, finish
 from dflash_serve.kernels.gpu.linear_policy import use_library
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Tile, large_tile, tile_for
@@ -50,6 +51,7 @@ def _product(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One [ROWS, COLUMNS] tile of the output; `columns` is the output's width."""
     # Row tiles of the same columns run side by side, so that the weight is read once.
@@ -65,6 +67,7 @@ def _product(  # type: ignore[no-untyped-def]
     w_at = weight + line[:, None] * depth + step[None, :]
     up_at = w_at + columns.to(tl.int64) * depth
 
+    follow(PDL)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, depth, DEPTH):
@@ -132,6 +135,7 @@ def product(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **chained(x),
     )
     return out
 
