@@ -9,13 +9,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from dflash_serve.bench.engines import random_prompts, requests, running, variant
+from dflash_serve.bench.grid import fill_pages
 from dflash_serve.bench.measure import StepTimer
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.messages import EngineStats, Submit, TokenEvent
+from dflash_serve.engine.rank import OnReady
+from dflash_serve.engine.runner import Runner
+from dflash_serve.scheduler.plan import PrefillChunk
 
-__all__ = ["Window", "closed_loop", "speed"]
+__all__ = ["Window", "closed_loop", "fill_contexts", "speed"]
 
 
 def speed(
@@ -29,6 +35,7 @@ def speed(
     repeats: int,
     temperature: float,
     progress: Callable[[str], None],
+    filled: bool = False,
 ) -> dict[str, Any]:
     """Run the modes in turn, `repeats` times at every batch, and report medians.
 
@@ -38,12 +45,15 @@ def speed(
         modes: verify lengths, see `engines.variant`.
         context: tokens of a prompt.
         rounds: requests after each other in one place of the batch.
+        filled: prompts are not computed, see `fill_contexts`.
     """
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         timers = {mode: StepTimer() for mode in modes}
         engines = {
-            mode: stack.enter_context(running(variant(config, mode), timers[mode].install))
+            mode: stack.enter_context(
+                running(variant(config, mode), _prepared(timers[mode], filled=filled))
+            )
             for mode in modes
         }
         for batch in batches:
@@ -64,7 +74,38 @@ def speed(
                     "batch {batch}, {mode}: {tokens_per_second:.1f} tok/s, {tokens_per_step:.2f} "
                     "per step, step {step_ms_p50:.3f} ms, {vs_plain:.2f} x plain".format(**row)
                 )
-    return {"context": context, "max_tokens": max_tokens, "rows": rows}
+    return {"context": context, "max_tokens": max_tokens, "filled": filled, "rows": rows}
+
+
+def _prepared(timer: StepTimer, *, filled: bool) -> OnReady:
+    def prepare(runner: Runner) -> None:
+        timer.install(runner)
+        if filled:
+            fill_contexts(runner)
+
+    return prepare
+
+
+def fill_contexts(runner: Runner) -> None:
+    """Let prompts take no time: their pages hold random keys and values from the start.
+
+    What the model says then means nothing, as with random weights, but a decode step does the work
+    it always does. An `OnReady`.
+    """
+    fill_pages(runner.pair)
+
+    @torch.inference_mode()
+    def prefill(chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+        state = runner.state
+        slots = torch.tensor([chunk.slot for chunk in chunks], device=state.start.device)
+        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        state.start[slots] = torch.tensor(ends, device=slots.device, dtype=state.start.dtype)
+        state.anchor[slots] = 0
+        return torch.tensor(
+            [[0 if chunk.sample else -1, 0] for chunk in chunks], device=slots.device
+        )
+
+    runner._prefill = prefill  # type: ignore[method-assign]
 
 
 def _rows(batch: int, runs: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

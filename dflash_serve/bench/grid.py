@@ -35,7 +35,7 @@ from dflash_serve.engine.runner import Runner
 from dflash_serve.parallel.group import Single
 from dflash_serve.scheduler.plan import SlotSetup, StepPlan
 
-__all__ = ["Cell", "GridBench", "bench_grid", "bench_presets", "grid_table"]
+__all__ = ["Cell", "GridBench", "bench_grid", "bench_presets", "fill_pages", "grid_table"]
 
 _SECONDS = 1.0
 _STEPS = (20, 200)
@@ -108,6 +108,15 @@ def bench_grid(
     return cells
 
 
+@torch.inference_mode()
+def fill_pages(pair: Pair) -> None:
+    """Keys and values of ordinary size, so that no kernel meets only zeros."""
+    for kv in (pair.target_kv, pair.draft_kv):
+        if kv is not None:
+            for layer in kv.pool:
+                layer.uniform_(-1.0, 1.0)
+
+
 class GridBench:
     """One engine's runner, driven without a scheduler."""
 
@@ -115,15 +124,7 @@ class GridBench:
         self._pair = pair
         self._runner = runner
         self._machine = machine
-        self._fill()
-
-    @torch.inference_mode()
-    def _fill(self) -> None:
-        """Keys and values of ordinary size, so that no kernel meets only zeros."""
-        for kv in (self._pair.target_kv, self._pair.draft_kv):
-            if kv is not None:
-                for layer in kv.pool:
-                    layer.uniform_(-1.0, 1.0)
+        fill_pages(pair)
 
     def cell(self, batch: int, context: int, rows: int | None) -> Cell:
         """Measure one cell, or say what it would need."""

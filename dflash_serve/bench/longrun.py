@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample-every", type=int, default=1000, help="soak")
     parser.add_argument("--settled-after", type=int, default=2000, help="soak")
     parser.add_argument("--context", type=int, default=1024, help="speed: tokens of a prompt")
+    parser.add_argument(
+        "--filled", action="store_true", help="speed: random contexts in place of prefill"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="speed: requests in each place")
     parser.add_argument("--repeats", type=int, help="speed: 3; prefill: 5")
     parser.add_argument("--loads", type=_loads, default=[(8, 1024), (1, 8192)], help="prefill")
@@ -138,6 +141,7 @@ def _work(options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
             repeats=options.repeats or 3,
             temperature=options.temperature,
             progress=_progress,
+            filled=options.filled,
         )
     return prefill(
         config,

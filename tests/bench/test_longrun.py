@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.bench.closed_loop import Window, speed
-from dflash_serve.bench.engines import pair_config, variant
+from dflash_serve.bench.closed_loop import Window, fill_contexts, speed
+from dflash_serve.bench.engines import pair_config, requests, running, variant
 from dflash_serve.bench.identity import compare, identity
 from dflash_serve.bench.longrun import main
 from dflash_serve.bench.prefill import prefill_flops
@@ -116,7 +116,10 @@ def test_a_plan_out_of_bounds_is_noticed(plan: dict[str, Any], fault: str, pair:
     assert "emitted id 1000000" in watch.first_faults[-1]
 
 
-def test_speed_runs_modes_in_turn_and_compares_them_with_plain(pair: TinyPair) -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_speed_runs_modes_in_turn_and_compares_them_with_plain(
+    pair: TinyPair, filled: bool
+) -> None:
     found = speed(
         tiny(pair, synthetic_acceptance=1.0),
         ["4", "plain"],
@@ -127,6 +130,7 @@ def test_speed_runs_modes_in_turn_and_compares_them_with_plain(pair: TinyPair) -
         repeats=2,
         temperature=0.0,
         progress=silent,
+        filled=filled,
     )
     four, plain = found["rows"]
     assert (four["mode"], plain["mode"], plain["vs_plain"]) == ("4", "plain", 1.0)
@@ -134,6 +138,21 @@ def test_speed_runs_modes_in_turn_and_compares_them_with_plain(pair: TinyPair) -
     assert four["tokens_per_step"] == 4.0
     assert len(four["runs"]) == 2
     assert set(four["runs"][0]["blocks_by_length"]) == {4}
+
+
+def test_filled_contexts_are_as_long_as_the_prompts_and_hold_no_zeros(pair: TinyPair) -> None:
+    config = tiny(pair)
+    runners: list[Runner] = []
+
+    def ready(runner: Runner) -> None:
+        fill_contexts(runner)
+        runners.append(runner)
+
+    with running(config, ready) as engine:
+        engine.collect(requests("filled", [[1] * 7, [2] * 4], 1, 0.0))
+        (runner,) = runners
+        assert sorted(runner.state.start[:2].tolist()) == [4, 7]
+        assert bool((runner.pair.target_kv.pool != 0).all())
 
 
 def test_the_window_is_open_while_every_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
