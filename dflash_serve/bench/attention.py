@@ -125,7 +125,7 @@ def variants(case: Case) -> Iterator[Variant]:
     yield Variant(dataclasses.replace(_TILE, stages=2), mode)
     yield Variant(dataclasses.replace(_BOX, stages=2), mode)
     if case.rows == 16:  # eight warps sum in another order: other bits, hence for all or none
-        yield Variant(dataclasses.replace(_BOX, warps=8), mode)
+        yield Variant(dataclasses.replace(_BOX, warps=8, registers=128), mode)
     for programs in _programs(case):
         yield Variant(_TILE, "split", programs)
         yield Variant(_BOX, "split", programs)

@@ -6,13 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu import attention_splits
 from dflash_serve.kernels.gpu.attention import DecodeTiles, decode_attention
 from dflash_serve.kernels.gpu.attention_decode import decode
+from dflash_serve.kernels.gpu.attention_splits import set_split_sizes
 
 __all__ = ["faults", "needs", "use_tiers"]
 
@@ -21,17 +20,8 @@ _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 2e-5}
 
 def use_tiers(tiers: str | None) -> None:
     """Cut keys into splits of these sizes, before any kernel is compiled in this process."""
-    if tiers is None:
-        return
-    sizes = [int(size) for size in tiers.split(",")]
-    limits = [limit for limit, _ in attention_splits._TIERS]
-    attention_splits._TIERS = tuple(zip(limits, sizes, strict=False))  # type: ignore[assignment]
-    attention_splits._LAST_SIZE = sizes[-1]
-    for index, size in enumerate(sizes):
-        setattr(attention_splits, f"_SIZE_{index}", tl.constexpr(size))
-    for index, limit in enumerate(limits):
-        count = tl.constexpr(attention_splits.split_count(limit))
-        setattr(attention_splits, f"_COUNT_{index}", count)
+    if tiers is not None:
+        set_split_sizes([int(size) for size in tiers.split(",")])
 
 
 def needs() -> str:

@@ -10,6 +10,7 @@ no split straddles one: 128 keys below 1,024, then 256 below 2,048, 512 below 8,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -22,6 +23,7 @@ __all__ = [
     "merge",
     "merge_splits",
     "nearest_split",
+    "set_split_sizes",
     "split_count",
     "split_first",
     "split_index",
@@ -29,7 +31,12 @@ __all__ = [
     "store_part",
 ]
 
-_TIERS = ((1024, 128), (2048, 256), (8192, 512), (16384, 1024))  # (limit, size below it)
+_TIERS: tuple[tuple[int, int], ...] = (
+    (1024, 128),
+    (2048, 256),
+    (8192, 512),
+    (16384, 1024),
+)  # (limit, size below it)
 _LAST_SIZE = 2048
 
 _LIMIT_0, _SIZE_0 = tl.constexpr(_TIERS[0][0]), tl.constexpr(_TIERS[0][1])
@@ -49,6 +56,20 @@ def split_count(length: int) -> int:
 
 
 _COUNT_0, _COUNT_1, _COUNT_2, _COUNT_3 = (tl.constexpr(split_count(limit)) for limit, _ in _TIERS)
+
+
+def set_split_sizes(sizes: Sequence[int]) -> None:
+    """Other sizes for the five tiers, to measure; before any kernel is compiled in the process.
+
+    Each is a power of two and divides the limits of its tier.
+    """
+    global _TIERS, _LAST_SIZE
+    limits = [limit for limit, _ in _TIERS]
+    _TIERS, _LAST_SIZE = tuple(zip(limits, sizes[:-1], strict=True)), sizes[-1]
+    for index, size in enumerate(sizes):
+        globals()[f"_SIZE_{index}"] = tl.constexpr(size)
+    for index, limit in enumerate(limits):
+        globals()[f"_COUNT_{index}"] = tl.constexpr(split_count(limit))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
