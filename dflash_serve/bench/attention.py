@@ -201,11 +201,11 @@ def compile_variant(case: Case, variant: Variant, tiers: str | None) -> str:
         return f"{variant.name:32} {_line(error)}"
 
 
-def compile_all(cases: list[Case], budget_s: float, tiers: str | None) -> None:
-    """Compile every distinct variant in processes of their own, and print what they need."""
+def compile_all(cases: list[Case], most: int, budget_s: float, tiers: str | None) -> None:
+    """Compile the first `most` variants of each case in processes; print what they need."""
     jobs: dict[tuple[object, ...], tuple[Case, Variant, str | None]] = {}
     for case in cases:
-        for variant in variants(case):
+        for variant in itertools.islice(variants(case), most):
             aligned = case.table_width % 16 == 0  # a different kernel otherwise
             key = (variant.tiles, variant.mode, aligned)
             jobs.setdefault(key, (case, variant, tiers))
@@ -304,7 +304,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--budget-s", type=float, default=90.0, help="stop starting work after")
     parser.add_argument("--only", choices=[*_CASES], help="one section of the cases")
-    parser.add_argument("--quick", action="store_true", help="the first variant of each case only")
+    parser.add_argument(
+        "--quick", action="store_true", help="the first two variants of a case only"
+    )
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
     parser.add_argument("--tiers", help="sizes of splits, as 256,256,512,1024,2048")
     parser.add_argument("--also", action="append", default=[], help="tiers to run afterwards")
@@ -329,13 +331,11 @@ def main() -> None:
 
 
 def again(options: argparse.Namespace, tiers: str) -> None:
-    """The same with other sizes of splits, in another process."""
+    """Two variants of each case with other sizes of splits, in another process."""
     command = [sys.executable, "-m", __spec__.name, "--tiers", tiers]
-    command += ["--budget-s", str(options.budget_s)]
+    command += ["--quick", "--budget-s", str(options.budget_s / 2)]
     command += ["--only", options.only] if options.only else []
-    command += [
-        f"--{flag.replace('_', '-')}" for flag in ("quick", "cpu_check") if options.__dict__[flag]
-    ]
+    command += ["--cpu-check"] if options.cpu_check else []
     if options.output:
         command += ["--output", str(options.output.with_suffix(f".{tiers}.json"))]
     subprocess.run(command, check=False)
@@ -347,12 +347,13 @@ def sweep(
     """All variants of all cases; what does not fit into the time is left out."""
     began = time.perf_counter()
     toy = setting.device.type != "cuda"
-    if not toy and not quick:
-        compile_all(setting.cases, budget_s * 0.6, tiers)
+    most = 2 if toy or quick else 99
+    if not toy:
+        compile_all(setting.cases, most, budget_s * 0.6, tiers)
     pool = setting.pool()
     rows, skipped = [], 0
     for case in setting.cases:
-        for variant in itertools.islice(variants(case), 1 if quick else 2 if toy else 99):
+        for variant in itertools.islice(variants(case), most):
             if time.perf_counter() - began > budget_s:
                 skipped += 1
                 continue
