@@ -78,6 +78,7 @@ class Variant:
         if isinstance(t, PrefillTiles):
             return shape
         shape += " box" if t.boxes else ""
+        shape += "" if t.paired else " single"
         shape += f" r{t.registers}" if t.registers else ""
         return f"{self.mode or '':5} {shape}" + (f" p{self.programs}" if self.programs else "")
 
@@ -126,8 +127,9 @@ def variants(case: Case) -> Iterator[Variant]:
     yield Variant(dataclasses.replace(_BOX, stages=2), mode)
     if case.rows == 16:  # eight warps sum in another order: other bits, hence for all or none
         yield Variant(dataclasses.replace(_BOX, warps=8, registers=128), mode)
+    if mode == "split":
+        yield Variant(dataclasses.replace(_BOX, paired=False), mode)
     for programs in _programs(case):
-        yield Variant(_TILE, "split", programs)
         yield Variant(_BOX, "split", programs)
 
 

@@ -50,6 +50,14 @@ def test_tiles_read_as_boxes_of_a_page_give_the_same_bits(
         assert made.call_count == 2
 
 
+def test_splits_taken_one_by_one_have_the_same_bits() -> None:
+    case = paged([800, 300], 3, heads=2, kv_heads=1)
+    single = dataclasses.replace(decode_tiles(64, DTYPE, 6), paired=False)
+    expected = decode(case, "whole")
+    for programs in (1, 3, 100):
+        assert torch.equal(decode(case, "split", programs, tiles=single), expected), programs
+
+
 @pytest.mark.parametrize(("page", "head_dim"), [(16, 64), (64, 96), (64, 512)])
 def test_tiles_that_are_no_box_of_a_page_are_read_as_before(page: int, head_dim: int) -> None:
     case = paged([200], 2, page=page, head_dim=head_dim, heads=2, kv_heads=1)

@@ -55,6 +55,7 @@ class DecodeTiles:
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the main kernel.
         boxes: read whole tiles by the tensor memory accelerator, where the pages allow it.
+        paired: in split mode, take two splits through one pipeline rather than one.
         registers: most registers of a thread, 0 for the compiler's choice.
     """
 
@@ -64,6 +65,7 @@ class DecodeTiles:
     warps: int = 4
     stages: int = 3
     boxes: bool = False
+    paired: bool = True
     registers: int = 0
 
 
@@ -173,6 +175,7 @@ def _launch(
         PAGE=view.page_size,
         CAUSAL=view.causal,
         WHOLE=mode == "whole",
+        PAIRED=tiles.paired,
         ROW_TILE=tiles.row_tile,
         KEY_TILE=tiles.key_tile,
         VALUE_TILE=tiles.value_tile,

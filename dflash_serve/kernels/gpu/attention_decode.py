@@ -86,6 +86,7 @@ def decode(
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WHOLE: tl.constexpr,
+    PAIRED: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -141,13 +142,13 @@ def decode(
         part_sum += pair * splits * width
         part_acc += pair * splits * width * HEAD_DIM
         begin, end = _share(aligned, stop)
-        # Two splits go through one pipeline; storing more within it would take shared memory from
-        # its stages.
+        # Paired, two splits go through one pipeline; storing more within it would take shared
+        # memory from its stages.
         while begin < end:
-            boundary = split_stop(begin)
-            until = tl.minimum(split_stop(boundary), end)
-            boundary = tl.where(boundary < end, boundary, -1)
-            until = tl.where(boundary < 0, end, until)
+            boundary, until = -1, tl.minimum(split_stop(begin), end)
+            if PAIRED:
+                boundary = tl.where(until < end, until, -1)
+                until = tl.minimum(split_stop(until), end)
             # For few keys masks everywhere: a second loop would fill a pipeline of its own.
             masked = (begin < clear_first) | (until > clear_stop)
             masked = masked & (until - begin <= _ONE_LOOP_KEYS)
@@ -156,13 +157,14 @@ def decode(
                 begin, until, tl.where(masked, begin, clear_first),
                 tl.where(masked, begin, clear_stop), stop, capacity, position, first_column,
                 boundary, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                "two", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
+                "two" if PAIRED else "one", PRECISION, EVICTION,
+                key_box, value_box, kv_head * HEAD_DIM,
             )  # fmt: skip
             store_part(
                 part_max, part_sum, part_acc, split_index(until - 1), packed, width,
                 first_column, row_max, row_sum, acc, HEAD_DIM,
             )  # fmt: skip
-            if boundary > 0:
+            if PAIRED and boundary > 0:
                 store_part(
                     part_max, part_sum, part_acc, split_index(begin), packed, width,
                     first_column, before_max, before_sum, before_acc, HEAD_DIM,
