@@ -24,6 +24,7 @@ __all__ = ["TILE", "Cut", "KeptEnds", "best_keys", "ordered", "stored", "unpack"
 TILE = 2048
 _FEW_ROWS = 32
 _MANY_TILES = 4
+_STAGES = tl.constexpr(4)
 _EMPTY = tl.constexpr(-(2**63))
 _FAULT = tl.constexpr(2**63 - 1)
 _LOW = tl.constexpr(0xFFFFFFFF)
@@ -151,7 +152,9 @@ def _best(  # type: ignore[no-untyped-def]
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_at = tl.full([TILE], _NOWHERE, tl.int32)
     broken = tl.zeros([TILE], tl.int1)
-    for tile in range(tiles):
+    # Several tiles are on their way at once: the noise takes so many registers that too few
+    # programs run side by side to fill the bandwidth with one each.
+    for tile in tl.range(0, tiles, num_stages=_STAGES):
         start = (part * tiles + tile) * TILE
         at = start - SKEW + tl.arange(0, TILE)
         logit = tl.load(line + at, mask=stored(at, columns, SKEW), other=0.0).to(tl.float32)
