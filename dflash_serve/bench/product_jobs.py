@@ -19,6 +19,7 @@ class Shape:
         kind: "norm" before it, "gated" norm before and activation after, residual "add" after,
             float32 "head", or "plain".
         copies: weights of that shape in the graph.
+        consumed: whether the sum may take the memory of its residual.
     """
 
     name: str
@@ -26,13 +27,14 @@ class Shape:
     depth: int
     kind: str
     copies: int
+    consumed: bool = False
 
 
 SHAPES = (
     Shape("qkv", 6144, 4096, "norm", 36),
     Shape("o", 4096, 4096, "add", 36),
     Shape("gate_up", 24576, 4096, "gated", 36),
-    Shape("down", 4096, 12288, "add", 36),
+    Shape("down", 4096, 12288, "add", 36, consumed=True),
     Shape("head", 151936, 4096, "head", 2),
     Shape("fc", 4096, 20480, "plain", 8),
     Shape("draft_kv", 10240, 4096, "norm", 16),
@@ -49,20 +51,18 @@ class Job:
     """One measurement; without a tile, the library's.
 
     Attributes:
-        large: of the products of many rows.
-        fused: a gated one activates in the product, not in a kernel after it.
+        large: of the products of many rows; a gated one is activated in a kernel after it.
     """
 
     shape: Shape
     rows: int
     tile: Tile | None
     large: bool = False
-    fused: bool = True
 
     @property
-    def gated(self) -> bool:
-        """Whether the product itself is a gated one."""
-        return self.shape.kind == "gated" and self.fused
+    def activated(self) -> bool:
+        """Whether a kernel after our own product activates it."""
+        return self.shape.kind == "gated" and self.large and self.tile is not None
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -80,7 +80,7 @@ class Job:
         """The variant in a few characters."""
         if self.tile is None:
             return "library"
-        return ",".join(str(n) for n in self.numbers) + ("" if self.fused else " + silu")
+        return ",".join(str(n) for n in self.numbers) + (" + silu" if self.activated else "")
 
 
 def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool) -> list[Job]:
@@ -114,10 +114,6 @@ def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool
 
 
 def _large_jobs(shape: Shape, rows: int, toy: bool) -> list[Job]:
-    """The library's, every tile's, and for a gated shape those of the plain product too."""
-    gated = shape.kind == "gated"
-    jobs = [Job(shape, rows, None, large=True)]
-    for fused in (True, False) if gated else (True,):
-        tiles = large_tiles(shape.columns, shape.depth, rows, gated=gated and fused, toy=toy)
-        jobs += [Job(shape, rows, tile, large=True, fused=fused) for tile in tiles]
-    return jobs
+    """The library's and every tile's."""
+    tiles = large_tiles(shape.columns, shape.depth, rows, toy=toy)
+    return [Job(shape, rows, tile, large=True) for tile in (None, *tiles)]

@@ -94,29 +94,17 @@ _GATED: _Tried = {
         (128, 64, 64, 8, 3, 1, "copy"),
     ),
 }
-# (rows, columns, depth, warps, most stages, parts, mode, more); stages as shared memory allows.
+# (rows, columns, depth, warps, most stages, parts, mode); stages as shared memory allows.
 _LARGE: tuple[tuple[Any, ...], ...] = (
     (128, 256, 64, 8, 4),
     (128, 128, 64, 8, 6),
-    (128, 128, 64, 8, 6, 1, "", 64),  # 192 columns
-    (128, 256, 64, 8, 4, 1, "", 64),  # 320
-    (128, 256, 64, 8, 4, 1, "", 128),  # 384
     (256, 128, 64, 8, 4),
-    (256, 128, 64, 8, 4, 1, "", 64),
     (64, 256, 64, 4, 5),
     (128, 256, 64, 8, 4, 2, "spread"),
     (256, 128, 64, 8, 4, 2, "spread"),
     (128, 128, 64, 8, 6, 2, "spread"),
     (128, 256, 64, 8, 4, 3, "spread"),
     (128, 256, 64, 8, 4, 4, "spread"),
-)
-_LARGE_GATED: tuple[tuple[Any, ...], ...] = (
-    (128, 128, 64, 8, 4),
-    (256, 64, 64, 8, 4),
-    (128, 64, 64, 8, 6),
-    (64, 128, 64, 4, 5),
-    (128, 128, 128, 8, 2),
-    (256, 32, 64, 8, 5),
 )
 _TRIED_LARGE = 4
 
@@ -145,44 +133,39 @@ def decode_tiles(
     return [now, *(tile for tile in found if tile != now)]
 
 
-def clocks(tile: Tile, columns: int, depth: int, rows: int, *, gated: bool) -> float:
+def clocks(tile: Tile, columns: int, depth: int, rows: int) -> float:
     """An estimate: rounds of tiles, each bound by its products or by what all read from L2."""
-    wide = tile.columns * (2 if gated else 1) + tile.more
-    across = math.ceil(columns / wide)
+    across = math.ceil(columns / tile.columns)
     programs = math.ceil(rows / tile.rows) * across * tile.parts
     rounds, active = math.ceil(programs / _PROCESSORS), min(programs, _PROCESSORS)
     long = depth / tile.parts
-    products = tile.rows * wide * long / _PRODUCTS
-    read = 2 * (tile.rows + wide) * long * active / _L2_BYTES
-    sums = 4 * tile.rows * wide * (1 + tile.parts) * active / _L2_BYTES if tile.parts > 1 else 0
+    products = tile.rows * tile.columns * long / _PRODUCTS
+    read = 2 * (tile.rows + tile.columns) * long * active / _L2_BYTES
+    sums = 4 * tile.rows * tile.columns * (1 + tile.parts) * active / _L2_BYTES
+    sums = sums if tile.parts > 1 else 0
     return rounds * (max(products, read) + sums + _TILE_CLOCKS)
 
 
-def large_tiles(
-    columns: int, depth: int, rows: int, *, gated: bool = False, toy: bool = False
-) -> list[Tile]:
+def large_tiles(columns: int, depth: int, rows: int, *, toy: bool = False) -> list[Tile]:
     """Tiles of the products of many rows: that of the table, and the best by estimate.
 
     The best of them with other groups of row tiles too, where there are enough rows.
     """
     if toy:
-        more = [] if gated else [Tile(16, 16, 32, 4, 2, more=8)]
-        return [Tile(16, 32, 32, 4, 2), Tile(16, 16, 32, 4, 2, group=2), *more]
-    fitting = [
-        _fitted(Tile(*values), gated=gated) for values in (_LARGE_GATED if gated else _LARGE)
-    ]
+        return [Tile(16, 32, 32, 4, 2), Tile(16, 16, 32, 4, 2, group=2)]
+    fitting = [_fitted(Tile(*values)) for values in _LARGE]
     usable = [tile for tile in fitting if depth % (tile.parts * tile.depth) == 0]
-    best = sorted(usable, key=lambda t: clocks(t, columns, depth, rows, gated=gated))
+    best = sorted(usable, key=lambda t: clocks(t, columns, depth, rows))
     found = best[:_TRIED_LARGE]
     if rows >= 1024:
         plain = next(tile for tile in best if tile.parts == 1)
         found += [dataclasses.replace(plain, group=group) for group in (4, 16)]
-    now = large_tile(columns, depth, rows, torch.bfloat16, gated=gated)
+    now = large_tile(columns, depth, rows, torch.bfloat16)
     return found if now is None or now in found else [now, *found]
 
 
-def _fitted(tile: Tile, *, gated: bool) -> Tile:
+def _fitted(tile: Tile) -> Tile:
     """With as many stages as shared memory holds beside what the end of a tile needs."""
     room = SHARED_BYTES - (0 if tile.mode else _EPILOGUE)
-    one = shared_bytes(dataclasses.replace(tile, stages=1), torch.bfloat16, gated=gated)
+    one = shared_bytes(dataclasses.replace(tile, stages=1), torch.bfloat16)
     return dataclasses.replace(tile, stages=min(tile.stages, room // one))

@@ -62,6 +62,7 @@ class Inputs:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.x = torch.randn(rows, shape.depth, device=device).to(dtype)
         self.residual = torch.randn(rows, shape.columns, device=device).to(dtype)
+        self.given = self.residual.clone()  # for a product that may write into it
         self.norm = torch.rand(shape.depth, device=device).to(dtype) + 0.5
 
 
@@ -81,20 +82,14 @@ def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
         return _library(job, inputs, weight)
     residual = inputs.residual if kind == "add" else None
     out_dtype = torch.float32 if kind == "head" else None
-    if not job.fused:
-        return silu_mul(
-            run_job(dataclasses.replace(job, shape=_plain(job.shape), fused=True), inputs, weight)
-        )
-    gated = kind == "gated"
-    if job.large and tile.mode == "":
-        return many.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
-    if kind in ("norm", "gated") and not job.large:
+    if job.large:
+        product = many.product if tile.mode == "" else few.product
+        out = product(x, weight, tile, residual=residual, out_dtype=out_dtype)
+        return silu_mul(out) if job.activated else out
+    if kind in ("norm", "gated"):
         x = rms_norm(x, inputs.norm, _EPS)
+    gated = kind == "gated"
     return few.product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
-
-
-def _plain(shape: Shape) -> Shape:
-    return dataclasses.replace(shape, kind="plain")
 
 
 def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
@@ -102,6 +97,8 @@ def _library(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
     kind, x = job.shape.kind, inputs.x
     if kind in ("norm", "gated") and not job.large:
         x = rms_norm(x, inputs.norm, _EPS)
+    if job.shape.consumed:
+        return inputs.given.addmm_(x, weight.t())
     if kind == "add":
         return torch.addmm(inputs.residual, x, weight.t())
     if kind == "head" and x.is_cuda:
@@ -195,7 +192,7 @@ def compile_ahead(jobs: Iterable[Job], deadline: float) -> set[tuple[object, ...
 
 def _kernel_key(job: Job) -> tuple[object, ...]:
     """What a kernel is compiled for."""
-    kind = job.shape.kind if job.fused else "plain"
+    kind = job.shape.kind
     return (job.tile, kind if kind in ("gated", "add", "head") else "", job.large)
 
 

@@ -52,13 +52,17 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, x.contiguous().t())[:, :rows].t().contiguous()
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N]."""
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, consume: bool = False) -> Tensor:
+    """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N].
+
+    With `consume` the result may take the memory of `residual`, whose contents are then gone.
+    """
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
-        return gpu.linear_add(x, weight, residual)
-    return residual + linear(x, weight)
+        return gpu.linear_add(x, weight, residual, consume=consume)
+    out = linear(x, weight)
+    return residual.add_(out) if consume else residual + out
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:

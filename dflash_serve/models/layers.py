@@ -101,6 +101,7 @@ class Attention:
         )
         query = query.view(-1, batch.rows, self.num_heads, self.head_dim)
         out = attend(query, *pages, view)
+        # The stream is kept: the model may have tapped it.
         return add_product(stream, out.reshape(stream.shape[0], -1), self.o, self.group)
 
 
@@ -121,9 +122,9 @@ class GatedMLP:
         self.down = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
 
     def __call__(self, stream: Tensor, norm: Tensor) -> Tensor:
-        """stream + mlp(rms_norm(stream)): [T, H] → [T, H]."""
+        """stream + mlp(rms_norm(stream)): [T, H] → [T, H]; `stream` is gone afterwards."""
         wide = norm_gated(stream, norm, self.eps, self.gate_up)
-        return add_product(stream, wide, self.down, self.group)
+        return add_product(stream, wide, self.down, self.group, consume=True)
 
 
 class DecoderLayer:
@@ -151,10 +152,15 @@ class DecoderLayer:
         return self.mlp(stream, self.post_norm)
 
 
-def add_product(stream: Tensor, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """stream + x @ weight.T summed over the ranks: [T, H], [T, K] and [H, K] → [T, H]."""
+def add_product(
+    stream: Tensor, x: Tensor, weight: Tensor, group: Group, *, consume: bool = False
+) -> Tensor:
+    """stream + x @ weight.T summed over the ranks: [T, H], [T, K] and [H, K] → [T, H].
+
+    With `consume` the result may take the memory of `stream`, whose contents are then gone.
+    """
     if group.size == 1:
-        return linear_add(x, weight, stream)
+        return linear_add(x, weight, stream, consume=consume)
     return stream + group.all_reduce(linear(x, weight))
 
 

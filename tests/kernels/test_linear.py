@@ -88,17 +88,18 @@ def test_a_measured_product_of_many_rows_is_the_own_one(monkeypatch: pytest.Monk
         assert close(reference.norm_gated(x, case.norm, EPS, weight), case.gated(), scale=2)
 
 
-def test_the_activation_may_follow_a_measured_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain_only(*_: object, gated: bool = False) -> Tile | None:
-        return None if gated else Tile(64, 32, 32, 4, 2, more=16)
-
-    for module in (linear_policy, gpu):
-        monkeypatch.setattr(module, "large_tile", plain_only)
-    monkeypatch.setattr(gpu, "F", None)
+@pytest.mark.parametrize("rows", [3, 130])
+def test_only_a_residual_that_is_given_away_may_change(rows: int) -> None:
     for dtype in TYPES:
-        case = Case(150, 72, 136, dtype)
-        out = reference.norm_gated(case.x, case.norm, EPS, case.weight)
-        assert close(out, case.gated(), scale=2)
+        case = Case(rows, 48, 64, dtype)
+        x, weight = case.x, case.weight
+        residual = case.residual.clone()
+        kept = reference.linear_add(x, weight, residual)
+        assert torch.equal(residual, case.residual)
+        out = reference.linear_add(x, weight, residual, consume=True)
+        assert torch.equal(out, kept)
+        # The library adds to it in place; a product of our own leaves it.
+        assert (out.data_ptr() == residual.data_ptr()) == (rows > tiles.INVARIANT_ROWS)
 
 
 def test_a_measured_product_of_many_rows_may_be_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +113,13 @@ def test_a_measured_product_of_many_rows_may_be_spread(monkeypatch: pytest.Monke
         assert close(out, case.plain() + case.residual.double())
 
 
-# One product, two of unlike and of like width, few row tiles in a group.
-LARGE = [
-    Tile(16, 32, 32, 4, 2),
-    Tile(16, 32, 32, 4, 2, more=16),
-    Tile(16, 32, 32, 4, 2, more=32),
-    Tile(32, 16, 32, 4, 2, group=2),
-]
+LARGE = [Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2, group=2)]
 if CUDA:
     LARGE = [
         Tile(64, 32, 32, 4, 2),
         Tile(128, 256, 64, 8, 3),
-        Tile(128, 128, 64, 8, 4, more=64),
-        Tile(128, 256, 64, 8, 3, more=64),
-        Tile(128, 256, 64, 8, 3, more=128),
-        Tile(256, 128, 64, 8, 3, more=64),
+        Tile(128, 128, 64, 8, 4),
+        Tile(256, 128, 64, 8, 3),
         Tile(256, 64, 64, 8, 4, group=2),
     ]
 
@@ -151,24 +144,6 @@ def test_the_large_product_covers_awkward_shapes(
         assert close(out, case.plain())
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [Tile(128, 128, 64, 8, 4), Tile(256, 64, 64, 8, 4), Tile(64, 128, 64, 4, 4)]
-    if CUDA
-    else [Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2, group=1)],
-    ids=str,
-)
-@pytest.mark.parametrize(("rows", "columns", "depth"), AWKWARD, ids=str)
-def test_the_large_gated_product_covers_awkward_shapes(
-    rows: int, columns: int, depth: int, tile: Tile
-) -> None:
-    for dtype in TYPES:
-        case = Case(rows, columns, depth, dtype)
-        out = linear_large.product(case.x, case.weight, tile, gated=True)
-        assert out.shape == (rows, columns // 2)
-        assert close(out, silu_mul(case.plain()), scale=2)
-
-
 def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
     for dtype in TYPES:
         case = Case(37, 40, 64, dtype)
@@ -181,16 +156,13 @@ def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
             )
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_row_of_the_large_product_is_that_of_the_small_one(gated: bool) -> None:
+def test_a_row_of_the_large_product_is_that_of_the_small_one() -> None:
     """Values whose sums are exact, so that only the roundings after them can differ."""
     x = rand(40, 64, seed=1).mul(4).round() / 4
     weight = rand(48, 64, seed=2).mul(4).round() / 4
-    few = gpu.product(x, weight, Tile(16, 16, 32, 4, 2), gated=gated)
+    few = gpu.product(x, weight, Tile(16, 16, 32, 4, 2))
     for tile in LARGE:
-        if gated and tile.more:
-            continue
-        out = linear_large.product(x, weight, tile, gated=gated)
+        out = linear_large.product(x, weight, tile)
         assert torch.equal(out, few), tile
 
 
@@ -340,20 +312,16 @@ def test_the_bits_of_a_row_do_not_depend_on_the_tile(name: str) -> None:
 def test_the_large_product_has_the_bits_of_the_small_one_in_one_part(name: str) -> None:
     """At 1, 128, 129, 257 and 512 rows in bfloat16."""
     case = Case(512, *QWEN[name], torch.bfloat16)
-    for gated in (False, True):
-        few = gpu.product(case.x[:128], case.weight, Tile(64, 64, 128, 4, 4), gated=gated)
-        for tile in (
-            Tile(128, 128, 64, 8, 3),
-            Tile(256, 64, 64, 8, 3),
-            Tile(128, 256, 64, 8, 3),
-            Tile(256, 128, 64, 8, 3, more=64),
-            Tile(128, 256, 64, 8, 3, more=128),
-        ):
-            if gated and (tile.more or tile.columns > 128):
-                continue
-            for rows in (1, 128, 129, 257, 512):
-                out = linear_large.product(case.x[:rows], case.weight, tile, gated=gated)
-                assert torch.equal(out[:128], few[:rows]), (tile, rows, gated)
+    few = gpu.product(case.x[:128], case.weight, Tile(64, 64, 128, 4, 4))
+    for tile in (
+        Tile(128, 128, 64, 8, 3),
+        Tile(256, 64, 64, 8, 3),
+        Tile(128, 256, 64, 8, 3),
+        Tile(256, 128, 64, 8, 3),
+    ):
+        for rows in (1, 128, 129, 257, 512):
+            out = linear_large.product(case.x[:rows], case.weight, tile)
+            assert torch.equal(out[:128], few[:rows]), (tile, rows)
 
 
 @pytest.mark.gpu

@@ -67,14 +67,31 @@ def test_the_products_are_right_where_rows_may_differ() -> None:
 
 
 def test_more_rows_than_are_invariant_go_to_whatever_was_measured_faster() -> None:
-    assert linear_policy.use_library(129, (4096, 4096))
-    assert not linear_policy.use_library(512, (4096, 4096))
-    assert not linear_policy.use_library(449, (4096, 4096))
-    assert linear_policy.use_library(448, (4096, 4096))
-    assert linear_policy.use_library(513, (4096, 4096))
+    measured = (129, 192, 256, 384, 512, 768, 1024, 1536, 2048, 8192)
+    own = {
+        name: {n for n in measured if not linear_policy.use_library(n, shape)}
+        for name, shape in QWEN.items()
+    }
+    assert own == {
+        "qkv": {2048, 8192},
+        "o": {384, 512, 1024, 2048, 8192},
+        "gate_up": {512, 1024},
+        "down": {192, 512, 1024},
+        "head": set(),
+        "fc": {1024, 2048},
+        "draft_kv": {2048, 8192},
+    }
+    around = (336, 337, 384, 385, 448, 449, 512, 513)
+    found = [n for n in around if not linear_policy.use_library(n, (4096, 4096))]
+    assert found == [337, 384, 449, 512]
     assert linear_policy.use_library(512, (4096, 4096), torch.float32)
-    assert linear_policy.use_library(512, (4096, 4096), gated=True)
-    assert linear_policy.use_library(512, (6144, 4096))
+
+
+def test_a_measured_tile_of_many_rows_divides_its_product_and_fits_a_processor() -> None:
+    for (_, depth, rows), tile in tiles.MANY_TILES.items():
+        assert rows > tiles.INVARIANT_ROWS
+        linear_parts.check_parts(depth, tile)
+        assert tiles.shared_bytes(tile, torch.bfloat16) + 32 * 1024 <= tiles.SHARED_BYTES
 
 
 def _tile(parts: int) -> Tile:

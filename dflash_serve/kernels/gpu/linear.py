@@ -165,17 +165,25 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> T
     return F.linear(x, weight).to(out_dtype)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N]."""
-    if _library(x, weight):
-        return torch.addmm(residual, x, weight.t())
-    return _own(x, weight, residual, None)
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, consume: bool = False) -> Tensor:
+    """residual + x @ weight.T: [T, K], [N, K] and [T, N] → [T, N].
+
+    With `consume` the result may take the memory of `residual`, whose contents are then gone.
+    """
+    if not _library(x, weight):
+        # Beside the residual even if it may be consumed: a tile is read and written all the same.
+        return _own(x, weight, residual, None)
+    if consume:
+        return residual.addmm_(x, weight.t())
+    # The library copies the residual before it adds to it.
+    return torch.addmm(residual, x, weight.t())
 
 
 def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
     """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
     x = rms_norm(x, norm, eps)
-    if _library(x, gate_up, gated=True):
+    # In a product of many rows the activation would cost more than a kernel after it.
+    if x.shape[0] > INVARIANT_ROWS or _library(x, gate_up):
         return silu_mul(linear(x, gate_up))
     return _own(x, gate_up, None, None, gated=True)
 
@@ -188,16 +196,16 @@ def _own(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """The Triton product, where `_library` says no."""
+    """The Triton product, where `_library` says no; `gated` with few rows only."""
     (rows, depth), columns = x.shape, weight.shape[0]
     if rows <= INVARIANT_ROWS:
         tile = tile_for(columns, depth, rows, x.dtype, gated=gated)
         return product(x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype)
-    large = large_tile(columns, depth, rows, x.dtype, gated=gated)
+    large = large_tile(columns, depth, rows, x.dtype)
     assert large is not None  # or the library would have it
     run = linear_large.product if large.mode == "" else product
-    return run(x, weight, large, residual=residual, gated=gated, out_dtype=out_dtype)
+    return run(x, weight, large, residual=residual, out_dtype=out_dtype)
 
 
-def _library(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
-    return use_library(x.shape[0], (weight.shape[0], weight.shape[1]), x.dtype, gated=gated)
+def _library(x: Tensor, weight: Tensor) -> bool:
+    return use_library(x.shape[0], (weight.shape[0], weight.shape[1]), x.dtype)

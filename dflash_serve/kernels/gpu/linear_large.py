@@ -6,8 +6,7 @@ product of few rows in one part it sums K in ascending order into one float32 ac
 a row's bits do not depend on the other rows.
 
 Between them the processors read their tiles from L2 no faster than about 9 TB/s. A tile of
-128 · 256 keeps just ahead of that, one of 128 · 128 does not; and a width of 192 or 320, which one
-product cannot have, is two products of the same rows.
+128 · 256 keeps just ahead of that, one of 128 · 128 does not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.kernels.gpu.launch import chained, follow
-from dflash_serve.kernels.gpu.linear_parts import activate, addressable, finish
+from dflash_serve.kernels.gpu.linear_parts import addressable, finish
 from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
 __all__ = ["product"]
@@ -109,7 +108,6 @@ def _put_all(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x,  # descriptors
     weight,
-    second,  # of the weight too: the columns of the second product
     residual,
     out,  # a descriptor if COPIED
     rows,
@@ -118,11 +116,9 @@ def _product(  # type: ignore[no-untyped-def]
     residual_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,  # columns of the second product, 0 for none
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
-    GATED: tl.constexpr,
     ADD: tl.constexpr,
     COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -130,13 +126,11 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """The tiles program_id, program_id + programs, …; descriptors pad with 0.
 
-    A tile is [ROWS, COLUMNS + MORE] of the output; if GATED, [ROWS, COLUMNS] from as many columns
-    of gate and of up. `columns` is the output's width.
+    A tile is [ROWS, COLUMNS] of the output; `columns` is the output's width.
     """
     kind: tl.constexpr = weight.dtype
-    wide: tl.constexpr = COLUMNS if GATED else COLUMNS + MORE
     row_tiles = tl.cdiv(rows, ROWS)
-    column_tiles = tl.cdiv(columns, wide)
+    column_tiles = tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     follow(PDL)
     for tile in tl.range(
@@ -146,29 +140,16 @@ def _product(  # type: ignore[no-untyped-def]
         high = tl.minimum(row_tiles - first, GROUP)
         inner = tile % (GROUP * column_tiles)
         row0 = (first + inner % high) * ROWS
-        column0 = inner // high * wide
-        column1 = column0 + columns if GATED else column0 + COLUMNS
+        column0 = inner // high * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        if MORE > 0:
-            more = tl.zeros((ROWS, MORE), tl.float32)
         for step in range(steps):
             a = x.load([row0, step * DEPTH])
             w = weight.load([column0, step * DEPTH])
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-            if MORE > 0:
-                u = second.load([column1, step * DEPTH])
-                more = tl.dot(a, tl.trans(u), more, input_precision=PRECISION)
-        if GATED:
-            acc = activate(acc, more, kind)
         _put_all(
             acc, residual, out, row0, column0, rows, columns, residual_stride,
             ROWS, COLUMNS, PIECE, kind, ADD, COPIED,
         )  # fmt: skip
-        if MORE > 0 and not GATED:
-            _put_all(
-                more, residual, out, row0, column1, rows, columns, residual_stride,
-                ROWS, MORE, PIECE, kind, ADD, COPIED,
-            )  # fmt: skip
 
 
 def product(
@@ -177,40 +158,35 @@ def product(
     tile: Tile,
     *,
     residual: Tensor | None = None,
-    gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ weight.T with what follows it.
+    """x @ weight.T, with a residual added to it.
 
     Args:
         x: [T, K].
-        weight: [N, K]; gate rows, then up rows when `gated`.
-        tile: in one part; with `more` not when `gated`.
-        residual: [T, N] added to the result, or None; not when `gated`.
+        weight: [N, K].
+        tile: in one part.
+        residual: [T, N] added to the result, or None.
         out_dtype: that of x unless given.
 
     Returns:
-        [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
+        [T, N].
 
     Raises:
         ConfigError: a K that the copy engine cannot address.
     """
-    (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
+    (rows, depth), columns = x.shape, weight.shape[0]
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
     x = addressable(x, weight)
-    more = tile.columns if gated else tile.more
-    wide = tile.columns if gated else tile.columns + more
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, wide)
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     stored = _STORED_BYTES // (tile.rows * out.element_size()) // (1 if residual is None else 2)
-    piece = min(tile.columns, more or tile.columns, stored, _STORED_COLUMNS)
-    copied = columns * out.element_size() % COPY_BYTES == 0 and piece * 4 >= max(tile.columns, more)
-    lines = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+    piece = min(tile.columns, stored, _STORED_COLUMNS)
+    copied = columns * out.element_size() % COPY_BYTES == 0 and piece * 4 >= tile.columns
     _product[(min(count, _processors(x.device)),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-        lines,
-        TensorDescriptor.from_tensor(weight, [more, tile.depth]) if more else lines,
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         x if residual is None else residual,
         TensorDescriptor.from_tensor(out, [tile.rows, piece]) if copied else out,
         rows,
@@ -219,11 +195,9 @@ def product(
         0 if residual is None else residual.stride(0),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        MORE=more,
         DEPTH=tile.depth,
         GROUP=tile.group,
         PIECE=piece,
-        GATED=gated,
         ADD=residual is not None,
         COPIED=copied,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

@@ -47,10 +47,8 @@ def set_row_invariant(kept: bool) -> None:
     _policy.row_invariant = kept
 
 
-def use_library(
-    rows: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, *, gated: bool = False
-) -> bool:
+def use_library(rows: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether a product of `rows` rows with a weight of `shape` (N, K) goes to the library."""
     if rows > INVARIANT_ROWS:
-        return large_tile(*shape, rows, dtype, gated=gated) is None
+        return large_tile(*shape, rows, dtype) is None
     return rows > _FEW_ROWS and not _policy.row_invariant and shape not in OWN_FASTER

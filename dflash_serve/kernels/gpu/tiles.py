@@ -18,7 +18,6 @@ __all__ = [
     "COPY_BYTES",
     "GATED_TILES",
     "INVARIANT_ROWS",
-    "MANY_GATED_TILES",
     "MANY_TILES",
     "ROW_BUCKETS",
     "SHARED_BYTES",
@@ -66,8 +65,6 @@ class Tile:
             sums are added in ascending order. It decides a row's bits: one number per shape. More
             than one only with "spread".
         mode: how they are loaded and run.
-        more: columns of a second product of the same rows, for a width that is no power of two;
-            only of `linear_large`.
         group: row tiles that share the columns they read from L2; only of `linear_large`.
     """
 
@@ -78,7 +75,6 @@ class Tile:
     stages: int
     parts: int = 1
     mode: Mode = ""
-    more: int = 0
     group: int = 8
 
 
@@ -87,7 +83,6 @@ _Numbers = (
     | tuple[int, int, int, int, int, int]
     | tuple[int, int, int, int, int, int, Mode]
     | tuple[int, int, int, int, int, int, Mode, int]
-    | tuple[int, int, int, int, int, int, Mode, int, int]
 )
 
 
@@ -155,25 +150,31 @@ GATED_TILES = _measured(
     }
 )
 
-# At the row counts where they are faster than the library; of `linear_large` without a mode.
+# At the row counts where they are faster than the library; of `linear_large` without a mode. What
+# follows them is counted: the activation of gate and up, the copy of a residual that is kept.
 MANY_TILES = _measured(
     {
         (4096, 4096): {
-            512: (128, 128, 64, 8, 5),
-            1024: (128, 256, 64, 8, 4),
-            2048: (128, 256, 64, 8, 4),
-            8192: (128, 256, 64, 8, 3),
+            384: (128, 128, 64, 8, 6),
+            512: (128, 128, 64, 8, 6),
+            1024: (128, 256, 64, 8, 4, 1, "", 4),
+            2048: (128, 256, 64, 8, 4, 1, "", 4),
+            8192: (128, 256, 64, 8, 4, 1, "", 4),
         },
-        (4096, 12288): {1024: (128, 256, 64, 8, 4), 2048: (128, 256, 64, 8, 3)},
+        (4096, 12288): {
+            192: (128, 256, 64, 8, 4, 4, "spread"),
+            512: (128, 128, 64, 8, 6),
+            1024: (128, 256, 64, 8, 4, 1, "", 16),
+        },
+        (24576, 4096): {512: (128, 256, 64, 8, 4), 1024: (128, 256, 64, 8, 4)},
+        (6144, 4096): {2048: (128, 256, 64, 8, 4), 8192: (128, 256, 64, 8, 4)},
         (4096, 20480): {
-            512: (128, 128, 64, 8, 5),
-            1024: (128, 256, 64, 8, 4),
-            2048: (128, 256, 64, 8, 4),
+            1024: (128, 256, 64, 8, 4, 1, "", 4),
+            2048: (128, 256, 64, 8, 4, 1, "", 4),
         },
-        (10240, 4096): {1024: (128, 128, 64, 8, 5), 2048: (128, 256, 64, 8, 4)},
+        (10240, 4096): {2048: (128, 256, 64, 8, 4), 8192: (128, 256, 64, 8, 4)},
     }
 )
-MANY_GATED_TILES = _measured({})
 
 
 def row_bucket(rows: int) -> int:
@@ -183,7 +184,7 @@ def row_bucket(rows: int) -> int:
 
 def shared_bytes(tile: Tile, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Shared memory that the loads of a tile take."""
-    lines = tile.rows + tile.columns * (2 if gated else 1) + tile.more
+    lines = tile.rows + tile.columns * (2 if gated else 1)
     return lines * tile.depth * dtype.itemsize * tile.stages
 
 
@@ -232,9 +233,7 @@ def _step(depth: int, largest: int) -> int:
     return step
 
 
-def large_tile(
-    columns: int, depth: int, rows: int, dtype: torch.dtype, *, gated: bool = False
-) -> Tile | None:
+def large_tile(columns: int, depth: int, rows: int, dtype: torch.dtype) -> Tile | None:
     """The tile with which a kernel of our own beats the library at so many rows, or None.
 
     Of `linear_large` without a mode. An entry holds from 7/8 of the row count it was measured at:
@@ -242,7 +241,7 @@ def large_tile(
     """
     if dtype.itemsize > 2:
         return None
-    for (n, k, most), tile in (MANY_GATED_TILES if gated else MANY_TILES).items():
+    for (n, k, most), tile in MANY_TILES.items():
         if (n, k) == (columns, depth) and most * 7 < rows * 8 <= most * 8:
             return tile
     return None
