@@ -7,8 +7,9 @@ layer's pages in shuffled order, so that the L2 cache holds nothing useful. Deco
 bytes of keys and values read per second, prompts the FLOPs of the scores a causal mask leaves.
 
 Every variant is checked on one layer: against torch, and bit for bit against the first request
-computed alone with the first variant's tiles. `--tiers` measures other sizes of splits and `--also`
-further ones, each in a process of its own, since they are constants of the kernels.
+computed alone, taken whole. `--tiers` measures other sizes of splits and `--also` further ones
+(the cases of the section 'sizes'), each in a process of its own, since they are constants of the
+kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from torch import Tensor
 
 from dflash_serve.bench import attention_check
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention, share
+from dflash_serve.kernels.gpu.attention_splits import split_count
 from dflash_serve.kernels.gpu.prefill import PrefillTiles, prefill_attention
 
 __all__ = ["main"]
@@ -64,54 +66,66 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a case is computed; `programs` share the splits of a request and key head."""
+    """How a case is computed; without `sharing` as the shapes ask for."""
 
     tiles: DecodeTiles | PrefillTiles
-    mode: Mode | None = None
-    programs: int | None = None
+    sharing: Sharing | None = None
 
     @property
     def name(self) -> str:
         """Short text for the table."""
-        t = self.tiles
-        shape = f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
+        t, of = self.tiles, self.sharing
         if isinstance(t, PrefillTiles):
-            return shape
-        shape += " box" if t.boxes else ""
-        shape += "" if t.paired else " single"
-        shape += f" r{t.registers}" if t.registers else ""
-        return f"{self.mode or '':5} {shape}" + (f" p{self.programs}" if self.programs else "")
+            return f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
+        name = "default" if of is None else of.mode + (f" p{of.programs}" * (of.mode == "split"))
+        if of is not None and of.short_keys:
+            name += f" short {of.short_keys}/{of.short_slices}"
+        name += f" v{t.value_tile}" if t.value_tile != _TILE.value_tile else ""
+        name += f" s{t.stages}" if t.stages != _TILE.stages else ""
+        merge = (t.merge_rows, t.merge_warps)
+        changed = merge != (_TILE.merge_rows, _TILE.merge_warps)
+        return name + (f" merge {merge[0]}w{merge[1]}" if changed else "")
 
 
-Section = Literal["first", "second", "prefill"]
+Section = Literal["first", "second", "sizes", "rest", "prefill"]
 _CASES: dict[Section, list[Case]] = {
-    "first": [
-        Case(128, 1040, 16),
-        Case(8, 32768, 16),
-        Case(8, 1040, 16),
-        Case(32, 1040, 16),
-        Case(1, 1040, 16),
-        Case(128, 1027, 3),
-    ],
+    "first": [Case(8, 1040, 16), Case(1, 1040, 16), Case(8, 1025, 1)],
     "second": [
-        Case(8, 1025, 1),
-        Case(32, 1025, 1),
+        Case(4, 1040, 16),
+        Case(12, 1040, 16),
+        Case(16, 1040, 16),
+        Case(8, 2064, 16),
+        Case(8, 4112, 16),
+        Case(8, 1028, 4, 40960),
+        Case(2, 1040, 16),
+        Case(16, 16384, 16),
+    ],
+    "sizes": [
+        Case(8, 32768, 16),
+        Case(1, 32768, 16),
+        Case(1, 8208, 16),
+        Case(1, 1040, 16),
+        Case(4, 2064, 16),
+        Case(4, 8208, 16),
+        Case(1, 4112, 16),
+        Case(8, 8208, 16),
+        Case(8, 32768, 1),
+    ],
+    "rest": [
+        Case(128, 1040, 16),
+        Case(32, 1040, 16),
         Case(128, 1025, 1),
         Case(32, 8192, 16),
-        Case(1, 32768, 16),
-        Case(8, 32768, 1),
-        Case(1, 1025, 1),
-        Case(8, 1028, 4, 40960),
     ],
     "prefill": [Case(8, 1024, 1024), Case(1, 8192, 8192)],
 }
 _TOY: dict[Section, list[Case]] = {
-    "first": [Case(1, 96, 2), Case(2, 64, 1, 160)],
+    "first": [Case(1, 280, 2), Case(1, 64, 1, 300)],
+    "sizes": [Case(1, 300, 2)],
     "prefill": [Case(2, 40, 40)],
 }
 
-_TILE = DecodeTiles(64, 64, 128, 4, 3)
-_BOX = dataclasses.replace(_TILE, boxes=True)
+_TILE = DecodeTiles(64, 64, 128)
 _PREFILL_TILES = [PrefillTiles(128, 64, 128, 8, 3), PrefillTiles(128, 128, 128, 8, 3)]
 
 
@@ -120,24 +134,39 @@ def variants(case: Case) -> Iterator[Variant]:
     if case.rows > 16:
         yield from (Variant(tiles) for tiles in _PREFILL_TILES)
         return
-    mode: Mode = "whole" if case.batch * _KV_HEADS >= 132 else "split"
-    yield Variant(_TILE, mode)
-    yield Variant(_BOX, mode)
-    yield Variant(dataclasses.replace(_TILE, stages=2), mode)
-    yield Variant(dataclasses.replace(_BOX, stages=2), mode)
-    if case.rows == 16:  # eight warps sum in another order: other bits, hence for all or none
-        yield Variant(dataclasses.replace(_BOX, warps=8, registers=128), mode)
-    if mode == "split":
-        yield Variant(dataclasses.replace(_BOX, paired=False), mode)
-    for programs in _programs(case):
-        yield Variant(_BOX, "split", programs)
+    yield Variant(_TILE)
+    pairs = case.batch * _KV_HEADS
+    half = dataclasses.replace(_TILE, value_tile=64)
+    if case.batch >= 32:
+        return
+    splits = split_count(case.table_width * _PAGE)
+    programs = min(splits, 264 // pairs)
+    plain = Sharing("split", programs)
+    if case.context > 4112 and case.batch < 16:
+        yield from _variants_long(case, programs)
+        return
+    whole, short = Sharing("whole", 1), min(splits, max(2, programs))
+    yield Variant(_TILE, plain)
+    yield Variant(_TILE, whole)
+    yield Variant(half, whole)
+    yield Variant(_TILE, Sharing("split", short, 8192, 1))
+    yield Variant(_TILE, Sharing("split", short, 8192, 2))
+    if case.batch <= 4:
+        yield Variant(half, Sharing("split", min(splits, 132 // pairs)))
+    if case in _CASES["first"]:
+        for rows, warps in ((2, 4), (2, 2), (4, 2), (1, 1), (8, 4)):
+            tiles = dataclasses.replace(_TILE, merge_rows=rows, merge_warps=warps)
+            yield Variant(tiles, plain)
+        yield Variant(dataclasses.replace(_TILE, stages=2), Sharing("split", short, 8192, 2))
+        yield Variant(dataclasses.replace(_TILE, stages=2), plain)
 
 
-def _programs(case: Case) -> tuple[int, ...]:
-    """Programs that share the splits of a request and key head, to compare."""
-    if case.context > 8192:
-        return (3, 8) if case.batch > 1 else (16, 64)
-    return {8: (3, 5, 8), 32: (1, 2, 4)}.get(case.batch, ())
+def _variants_long(case: Case, programs: int) -> Iterator[Variant]:
+    """Long contexts in split mode: without the code for short requests, and more programs."""
+    if share(case.batch * _KV_HEADS, programs, _TILE).short_keys:
+        yield Variant(_TILE, Sharing("split", programs))
+        yield Variant(_TILE, Sharing("split", 2 * programs, 2048, 2))
+        yield Variant(_TILE, Sharing("whole", 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +202,7 @@ def call(case: Case, variant: Variant, query: Tensor, pages: Tensor, view: Atten
     if isinstance(variant.tiles, PrefillTiles):
         return prefill_attention(query, pages[0], pages[1], view, tiles=variant.tiles)
     return decode_attention(
-        query,
-        pages[0],
-        pages[1],
-        view,
-        tiles=variant.tiles,
-        mode=variant.mode,
-        programs=variant.programs,
+        query, pages[0], pages[1], view, tiles=variant.tiles, sharing=variant.sharing
     )
 
 
@@ -209,7 +232,9 @@ def compile_all(cases: list[Case], most: int, budget_s: float, tiers: str | None
     for case in cases:
         for variant in itertools.islice(variants(case), most):
             aligned = case.table_width % 16 == 0  # a different kernel otherwise
-            key = (variant.tiles, variant.mode, aligned)
+            of = variant.sharing or share(case.batch * _KV_HEADS, 26, _TILE)
+            key = (variant.tiles, dataclasses.replace(of, programs=1), aligned)
+            variant = dataclasses.replace(variant, sharing=of)
             jobs.setdefault(key, (case, variant, tiers))
     workers = max(1, min(len(jobs), 14, (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
@@ -277,6 +302,10 @@ def measure(setting: Setting, case: Case, variant: Variant, pool: Tensor) -> dic
     return row
 
 
+def _distinct(case: Case) -> list[Variant]:
+    return list(dict.fromkeys(variants(case)))
+
+
 def _first_tiles(case: Case) -> DecodeTiles | None:
     tiles = next(variants(case)).tiles
     return tiles if isinstance(tiles, DecodeTiles) else None
@@ -291,7 +320,7 @@ def _line(error: Exception) -> str:
 def show(row: dict[str, Any]) -> None:
     """Print a row of the table."""
     room = f" of {row['room']}" if row["room"] else ""
-    head = f"{row['batch']:4} x {row['context']:6}{room} g{row['rows']:<5} {row['variant']:34}"
+    head = f"{row['batch']:4} x {row['context']:6}{room} g{row['rows']:<5} {row['variant']:32}"
     if "error" in row:
         print(f"{head} {row['error']}", flush=True)
         return
@@ -305,19 +334,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--budget-s", type=float, default=90.0, help="stop starting work after")
-    parser.add_argument("--only", choices=[*_CASES], help="one section of the cases")
     parser.add_argument(
-        "--quick", action="store_true", help="the first two variants of a case only"
+        "--only", action="append", choices=[*_CASES], help="these sections; all but prefill"
     )
+    parser.add_argument("--quick", action="store_true", help="the first variant of a case only")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
-    parser.add_argument("--tiers", help="sizes of splits, as 256,256,512,1024,2048")
+    parser.add_argument("--tiers", help="as 1024:256,4096:512,8192:1024,2048")
     parser.add_argument("--also", action="append", default=[], help="tiers to run afterwards")
     options = parser.parse_args()
     began = time.perf_counter()
     attention_check.use_tiers(options.tiers)
     device = torch.device("cpu" if options.cpu_check else "cuda")
     sections = _TOY if options.cpu_check else _CASES
-    cases = [c for name, cases in sections.items() if options.only in (None, name) for c in cases]
+    some = options.only or [name for name in sections if name != "prefill"]
+    cases = [case for name in some for case in sections.get(name, [])]
     dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
     setting = Setting(device, dtype, layers, cases)
     print(f"splits of {options.tiers or 'the default sizes'}")
@@ -333,10 +363,9 @@ def main() -> None:
 
 
 def again(options: argparse.Namespace, tiers: str) -> None:
-    """Two variants of each case with other sizes of splits, in another process."""
-    command = [sys.executable, "-m", __spec__.name, "--tiers", tiers]
-    command += ["--quick", "--budget-s", str(options.budget_s / 2)]
-    command += ["--only", options.only] if options.only else []
+    """The defaults for the cases of 'sizes' with other sizes of splits, in another process."""
+    command = [sys.executable, "-m", __spec__.name, "--tiers", tiers, "--only", "sizes"]
+    command += ["--quick", "--budget-s", str(options.budget_s / 3)]
     command += ["--cpu-check"] if options.cpu_check else []
     if options.output:
         command += ["--output", str(options.output.with_suffix(f".{tiers}.json"))]
@@ -349,13 +378,13 @@ def sweep(
     """All variants of all cases; what does not fit into the time is left out."""
     began = time.perf_counter()
     toy = setting.device.type != "cuda"
-    most = 2 if toy or quick else 99
+    most = 1 if quick else 6 if toy else 99
     if not toy:
         compile_all(setting.cases, most, budget_s * 0.6, tiers)
     pool = setting.pool()
     rows, skipped = [], 0
     for case in setting.cases:
-        for variant in itertools.islice(variants(case), most):
+        for variant in itertools.islice(_distinct(case), most):
             if time.perf_counter() - began > budget_s:
                 skipped += 1
                 continue

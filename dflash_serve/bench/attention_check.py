@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, decode_attention
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention
 from dflash_serve.kernels.gpu.attention_decode import decode
 from dflash_serve.kernels.gpu.attention_splits import set_split_sizes
 
@@ -19,9 +19,14 @@ _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 2e-5}
 
 
 def use_tiers(tiers: str | None) -> None:
-    """Cut keys into splits of these sizes, before any kernel is compiled in this process."""
+    """Cut keys into splits of these sizes, before any kernel is compiled in this process.
+
+    `tiers` reads as 1024:256,4096:512,8192:1024,2048: 256 keys below 1,024 and so on, then 2,048.
+    """
     if tiers is not None:
-        set_split_sizes([int(size) for size in tiers.split(",")])
+        *limited, last = tiers.split(",")
+        pairs = [tier.split(":") for tier in limited]
+        set_split_sizes([(int(limit), int(size)) for limit, size in pairs], int(last))
 
 
 def needs() -> str:
@@ -43,7 +48,7 @@ def faults(
     """What is wrong with the result of one layer's `pages` [2, ...]; nothing is ''.
 
     The first and the last request are compared with torch and, given `tiles`, the first one's bits
-    with those it has alone with these.
+    with those it has alone, taken whole with these.
     """
     found = []
     for request in {0, query.shape[0] - 1}:
@@ -52,7 +57,8 @@ def faults(
             found.append(f"request {request} is off by {float(error):.1e}")
     if tiles is not None:
         one = dataclasses.replace(view, page_table=view.page_table[:1], start=view.start[:1])
-        alone = decode_attention(query[:1], pages[0], pages[1], one, tiles=tiles)
+        whole = Sharing("whole", 1)
+        alone = decode_attention(query[:1], pages[0], pages[1], one, tiles=tiles, sharing=whole)
         if not torch.equal(alone, out[:1]):
             found.append("other bits than alone")
     return ", ".join(found)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.attention import attend, check_heads, check_page_size
-from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, decode_attention
+from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, Sharing, decode_attention
 from dflash_serve.kernels.gpu.attention_splits import split_count
 from tests.kernels.paging import DEVICE, DTYPES, TOLERANCE, Case, kernels, paged
 
@@ -22,12 +22,11 @@ each_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def decode(
-    case: Case, mode: Mode | None = None, programs: int | None = None, **options: Any
-) -> Tensor:
+def decode(case: Case, mode: Mode, programs: int = 3, **options: Any) -> Tensor:
+    sharing = options.pop("sharing", Sharing(mode, programs if mode == "split" else 1))
     with kernels():
         return decode_attention(
-            case.query, case.keys, case.values, case.view, mode=mode, programs=programs, **options
+            case.query, case.keys, case.values, case.view, sharing=sharing, **options
         )
 
 
@@ -63,7 +62,7 @@ def test_ragged_lengths_at_the_edges_of_pages_tiles_and_splits_equal_torch(
 
 @each_mode
 def test_lengths_in_every_tier_of_split_sizes_equal_torch(mode: Mode) -> None:
-    case = paged([2558], 3, heads=2, kv_heads=1)
+    case = paged([4350], 3, heads=2, kv_heads=1)
     assert_equals_reference(decode(case, mode), case)
 
 
@@ -208,8 +207,8 @@ def test_the_reference_takes_each_request_of_a_ragged_view_on_its_own() -> None:
 
 
 def test_split_counts_follow_the_tiers_of_split_sizes() -> None:
-    lengths = [1, 128, 129, 1024, 1025, 2048, 2049, 8192, 8193, 16384, 16385, 32768]
-    assert [split_count(n) for n in lengths] == [1, 1, 2, 8, 9, 12, 13, 24, 25, 32, 33, 40]
+    lengths = [1, 256, 257, 1024, 1025, 4096, 4097, 8192, 8193, 10240, 10241, 32768]
+    assert [split_count(n) for n in lengths] == [1, 1, 2, 4, 5, 10, 11, 14, 15, 15, 16, 26]
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 4, 12, 24, 48])

