@@ -116,6 +116,24 @@ def test_the_copy_engine_gives_every_product(rows: int, columns: int, parts: int
         assert close(out, silu_mul(case.plain()), scale=2)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (21, 72), (35, 40), (35, 96)])
+def test_more_columns_of_a_tile_give_the_bits_of_few(rows: int, columns: int) -> None:
+    few = _tile(1)
+    wider = dataclasses.replace(few, more=16)
+    for dtype in TYPES:
+        case = Case(rows, columns, 72, dtype)
+        assert close(gpu.product(case.x, case.weight, wider), case.plain())
+        for options in ({}, {"residual": case.residual}, {"gated": True}):
+            out = gpu.product(case.x, case.weight, wider, **options)
+            assert torch.equal(out, gpu.product(case.x, case.weight, few, **options))
+
+
+@pytest.mark.parametrize(("mode", "parts"), [("", 1), ("spread", 2)])
+def test_more_columns_without_a_kernel_for_them_are_refused(mode: Mode, parts: int) -> None:
+    with pytest.raises(ConfigError, match="16 more columns"):
+        gpu.product(rand(2, 64), rand(8, 64), Tile(16, 16, 32, 4, 2, parts, mode, more=16))
+
+
 def test_k_need_not_be_whole_steps_in_one_part() -> None:
     for dtype in TYPES:
         case = Case(5, 40, 72, dtype)

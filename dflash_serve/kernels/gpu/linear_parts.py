@@ -54,6 +54,7 @@ def finish(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x,  # descriptors; they pad with 0
     weight,
+    more,  # the weight in tiles of MORE rows
     residual,
     out,
     partial,  # [tiles, PARTS, 1 or 2 if GATED, ROWS, COLUMNS] float32
@@ -64,6 +65,7 @@ def _product(  # type: ignore[no-untyped-def]
     residual_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
@@ -71,7 +73,7 @@ def _product(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One [ROWS, COLUMNS] tile of the output, or with PARTS one part of its sum."""
+    """One [ROWS, COLUMNS + MORE] tile of the output, or with PARTS one part of its sum."""
     # Row tiles of the same weight run side by side, then the parts of the same output.
     row_tiles = tl.cdiv(rows, ROWS)
     row_tile = tl.program_id(0) % row_tiles
@@ -83,10 +85,13 @@ def _product(  # type: ignore[no-untyped-def]
         column_tile = column_tile // PARTS
         steps = steps // PARTS
     row0 = row_tile * ROWS
-    column0 = column_tile * COLUMNS
+    column0 = column_tile * (COLUMNS + MORE)
     follow(PDL)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    rest: tl.constexpr = MORE if MORE > 0 else 16
+    acc_rest = tl.zeros((ROWS, rest), tl.float32)
+    up_rest = tl.zeros((ROWS, rest), tl.float32)
     for step in range(part * steps, part * steps + steps):
         a = x.load([row0, step * DEPTH])
         w = weight.load([column0, step * DEPTH])
@@ -94,6 +99,12 @@ def _product(  # type: ignore[no-untyped-def]
         if GATED:
             u = weight.load([columns + column0, step * DEPTH])
             up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+        if MORE > 0:
+            w_rest = more.load([column0 + COLUMNS, step * DEPTH])
+            acc_rest = tl.dot(a, tl.trans(w_rest), acc_rest, input_precision=PRECISION)
+            if GATED:
+                u_rest = more.load([columns + column0 + COLUMNS, step * DEPTH])
+                up_rest = tl.dot(a, tl.trans(u_rest), up_rest, input_precision=PRECISION)
 
     row = row0 + tl.arange(0, ROWS)
     column = column0 + tl.arange(0, COLUMNS)
@@ -125,6 +136,12 @@ def _product(  # type: ignore[no-untyped-def]
         finish(
             acc, up, residual, out, row, column, rows, columns, residual_stride, kind, GATED, ADD
         )
+        if MORE > 0:
+            column = column0 + COLUMNS + tl.arange(0, MORE)
+            finish(
+                acc_rest, up_rest, residual, out, row, column, rows, columns, residual_stride,
+                kind, GATED, ADD,
+            )  # fmt: skip
 
 
 def product(
@@ -151,7 +168,7 @@ def product(
     if out.numel() == 0:
         return out
     x = addressable(x, weight)
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns + tile.more)
     partial = arrived = out
     if tile.parts > 1:
         size = tile.parts * tile.rows * tile.columns * (2 if gated else 1)
@@ -162,6 +179,7 @@ def product(
     _product[(count * tile.parts,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.more or tile.columns, tile.depth]),
         x if residual is None else residual,
         out,
         partial,
@@ -172,6 +190,7 @@ def product(
         0 if residual is None else residual.stride(0),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
+        MORE=tile.more,
         DEPTH=tile.depth,
         PARTS=tile.parts,
         GATED=gated,
@@ -185,7 +204,15 @@ def product(
 
 
 def check_parts(depth: int, tile: Tile) -> None:
-    """Refuse parts of K that are no whole number of steps, or that one program would sum."""
+    """Refuse parts of K that are no whole number of steps, or that one program would sum.
+
+    And more columns where the kernel has none.
+    """
+    if tile.more and (tile.mode != "copy" or tile.parts > 1):
+        raise ConfigError(
+            f"a product with {tile.more} more columns in mode {tile.mode!r} and {tile.parts} parts "
+            "of K; only mode 'copy' in one part has them: choose another tile"
+        )
     if tile.parts > 1 and (depth % (tile.parts * tile.depth) or tile.mode != "spread"):
         raise ConfigError(
             f"a product over K = {depth} in {tile.parts} parts of steps of {tile.depth}, mode "

@@ -66,6 +66,8 @@ class Tile:
             than one only with "spread".
         mode: how they are loaded and run.
         group: row tiles that share the columns they read from L2; only of `linear_large`.
+        more: further columns as a second product of the same rows, for widths that are no power
+            of two; only with "copy" in one part.
     """
 
     rows: int
@@ -76,6 +78,7 @@ class Tile:
     parts: int = 1
     mode: Mode = ""
     group: int = 8
+    more: int = 0
 
 
 _Numbers = (
@@ -83,6 +86,7 @@ _Numbers = (
     | tuple[int, int, int, int, int, int]
     | tuple[int, int, int, int, int, int, Mode]
     | tuple[int, int, int, int, int, int, Mode, int]
+    | tuple[int, int, int, int, int, int, Mode, int, int]
 )
 
 
@@ -144,7 +148,7 @@ GATED_TILES = _measured(
         (24576, 4096): {  # gate and up
             16: (16, 32, 128, 4, 3),
             32: (32, 32, 128, 4, 4),
-            64: (64, 32, 128, 4, 4, 1, "copy"),
+            64: (64, 64, 128, 4, 3, 1, "copy", 8, 32),
             128: (128, 128, 64, 8, 4, 1, "copy"),
         }
     }
@@ -184,7 +188,7 @@ def row_bucket(rows: int) -> int:
 
 def shared_bytes(tile: Tile, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Shared memory that the loads of a tile take."""
-    lines = tile.rows + tile.columns * (2 if gated else 1)
+    lines = tile.rows + (tile.columns + tile.more) * (2 if gated else 1)
     return lines * tile.depth * dtype.itemsize * tile.stages
 
 
