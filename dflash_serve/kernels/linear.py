@@ -1,7 +1,8 @@
 """Matrix products of activations with a weight, and what is done to their input and output.
 
 On a GPU the gated activation and the residual add are part of the product as long as the rows are
-few: each would cost as much time as a small product on its own. The norm of the input is a kernel.
+few: each would cost as much time as a small product on its own. A norm is a kernel, which may also
+do what is left of the product before it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from torch import Tensor
 from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu.linear_policy import set_row_invariant
-from dflash_serve.kernels.norm import rms_norm
+from dflash_serve.kernels.norm import add_norm, rms_norm
 
 __all__ = [
     "FEW_ROWS",
+    "gated_linear",
     "linear",
     "linear_add",
+    "linear_add_norm",
     "norm_gated",
     "norm_linear",
     "set_row_invariant",
@@ -70,10 +73,34 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     return linear(rms_norm(x, norm, eps), weight)
 
 
-def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-    """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
+def linear_add_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, eps: float, *, consume: bool = False
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x @ weight.T and rms_norm(s): [T, K], [N, K], [T, N] and [N] → two [T, N].
+
+    With `consume` s may take the memory of `residual`, whose contents are then gone.
+    """
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
-        return gpu.norm_gated(x, norm, eps, gate_up)
-    return silu_mul(linear(rms_norm(x, norm, eps), gate_up))
+        return gpu.linear_add_norm(x, weight, residual, norm, eps, consume=consume)
+    return add_norm(linear(x, weight), residual, norm, eps, consume=consume)
+
+
+def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """silu(g) * u for the columns g, u, g, u, … of x @ gate_up.T: [T, K] → [T, I].
+
+    Args:
+        x: [T, K].
+        gate_up: [2·I, K]; row 2·i is gate i, row 2·i + 1 up i.
+    """
+    if compiled(x):
+        from dflash_serve.kernels.gpu import linear as gpu
+
+        return gpu.gated_linear(x, gate_up)
+    return silu_mul(linear(x, gate_up))
+
+
+def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+    """`gated_linear` of rms_norm(x), with the norm's weight [K]."""
+    return gated_linear(rms_norm(x, norm, eps), gate_up)

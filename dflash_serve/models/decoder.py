@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from dflash_serve.cache.paged import PagedKV
-from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import rope_table
 from dflash_serve.model_config import TargetConfig
-from dflash_serve.models.layers import DecoderLayer, Head, RowBatch, VocabEmbedding
+from dflash_serve.models.layers import DecoderLayer, Head, RowBatch, VocabEmbedding, run_layers
 from dflash_serve.models.weights import WeightPlan
 from dflash_serve.parallel.group import Group
 from dflash_serve.parallel.shard import VocabShard
@@ -41,7 +40,6 @@ class DenseDecoder:
         model = config.model
         self.config = config
         self.taps = frozenset(taps)
-        self.eps = model.rms_norm_eps
         self.embed = VocabEmbedding(
             "embed_tokens.weight", config.vocab_size, model.hidden_size, shard, plan, group
         )
@@ -66,11 +64,7 @@ class DenseDecoder:
             (after each tapped layer, before any norm), or None without taps.
         """
         stream = self.embed(ids)
-        view = batch.view(kv.page_size, causal=True)
-        tapped = []
-        for index, (layer, pages) in enumerate(zip(self.layers, kv.layers, strict=True)):
-            stream = layer(stream, batch, self.rope, pages, view)
-            if index in self.taps:
-                tapped.append(stream)
-        hidden = rms_norm(stream, self.norm, self.eps)
+        hidden, tapped = run_layers(
+            self.layers, stream, self.norm, batch, self.rope, kv, causal=True, taps=self.taps
+        )
         return hidden, torch.cat(tapped, dim=-1) if tapped else None

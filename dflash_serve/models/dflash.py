@@ -12,10 +12,9 @@ from torch import Tensor
 from dflash_serve.cache.paged import PagedKV
 from dflash_serve.kernels.context_kv import store_context
 from dflash_serve.kernels.linear import linear, norm_linear
-from dflash_serve.kernels.norm import rms_norm
 from dflash_serve.kernels.rope import rope_table
 from dflash_serve.model_config import DraftConfig
-from dflash_serve.models.layers import DecoderLayer, RowBatch
+from dflash_serve.models.layers import DecoderLayer, RowBatch, run_layers
 from dflash_serve.models.weights import WeightPlan
 from dflash_serve.parallel.group import Group
 
@@ -65,11 +64,8 @@ class DFlashDraft:
 
     def __call__(self, embedded: Tensor, batch: RowBatch, kv: PagedKV) -> Tensor:
         """Block rows → hidden states: [T, H] → [T, H], bidirectional within each block."""
-        stream = embedded
-        view = batch.view(kv.page_size, causal=False)
-        for layer, pages in zip(self.layers, kv.layers, strict=True):
-            stream = layer(stream, batch, self.rope, pages, view)
-        return rms_norm(stream, self.norm, self.eps)
+        hidden, _ = run_layers(self.layers, embedded, self.norm, batch, self.rope, kv, causal=False)
+        return hidden
 
     def inject(self, taps: Tensor, positions: Tensor, slots: Tensor, kv: PagedKV) -> None:
         """Write context keys and values of T committed tokens.

@@ -7,13 +7,16 @@ query and key heads. Parameters are plain tensors declared through a WeightPlan.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from dflash_serve.cache.paged import PagedKV
 from dflash_serve.kernels.attention import AttentionView, attend
 from dflash_serve.kernels.block import BlockRows
 from dflash_serve.kernels.embedding import embed_rows
-from dflash_serve.kernels.linear import linear, linear_add, norm_gated, norm_linear
+from dflash_serve.kernels.linear import gated_linear, linear, linear_add_norm
+from dflash_serve.kernels.norm import add_norm, rms_norm
 from dflash_serve.kernels.qkv import rope_and_store
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.weights import WeightPlan
@@ -27,7 +30,7 @@ __all__ = [
     "Head",
     "RowBatch",
     "VocabEmbedding",
-    "add_product",
+    "run_layers",
 ]
 
 
@@ -53,13 +56,10 @@ class RowBatch(BlockRows):
 class Attention:
     """Grouped-query attention over pages, with per-head q/k norm where the family has it."""
 
-    def __init__(
-        self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
-    ) -> None:
+    def __init__(self, config: TransformerConfig, plan: WeightPlan, prefix: str) -> None:
         shard, width = plan.heads(config), config.head_dim
         hidden, all_heads = config.hidden_size, config.num_heads * config.head_dim
         kv = config.num_kv_heads * width
-        self.group = group
         self.eps = config.rms_norm_eps
         self.head_dim = width
         self.num_heads, self.num_kv_heads = shard.num_heads, shard.num_kv_heads
@@ -79,15 +79,14 @@ class Attention:
 
     def __call__(
         self,
-        stream: Tensor,
-        norm: Tensor,
+        normal: Tensor,
         batch: RowBatch,
         rope: Tensor,
         pages: tuple[Tensor, Tensor],
         view: AttentionView,
     ) -> Tensor:
-        """stream + attention(rms_norm(stream)): [T, H] → [T, H]; stores the keys and values."""
-        qkv = norm_linear(stream, norm, self.eps, self.qkv)
+        """[T, H] normalised rows → [T, heads · head_dim] for `o`; stores the keys and values."""
+        qkv = linear(normal, self.qkv)
         query = rope_and_store(
             qkv,
             self.q_norm,
@@ -100,35 +99,32 @@ class Attention:
             self.num_heads,
         )
         query = query.view(-1, batch.rows, self.num_heads, self.head_dim)
-        out = attend(query, *pages, view)
-        # The stream is kept: the model may have tapped it.
-        return add_product(stream, out.reshape(stream.shape[0], -1), self.o, self.group)
+        return attend(query, *pages, view).reshape(normal.shape[0], -1)
 
 
 class GatedMLP:
     """down(silu(gate x) · up x)."""
 
-    def __init__(
-        self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
-    ) -> None:
+    def __init__(self, config: TransformerConfig, plan: WeightPlan, prefix: str) -> None:
         hidden, wide = config.hidden_size, config.intermediate_size
         mine = plan.part(wide)
-        self.group = group
-        self.eps = config.rms_norm_eps
-        self.gate_up = plan.columns(
-            [(f"{prefix}.gate_proj.weight", wide, mine), (f"{prefix}.up_proj.weight", wide, mine)],
-            hidden,
+        # Rows in turn: a product has a gate and its up side by side, hence in one thread.
+        self.gate_up = plan.alternating(
+            [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"], wide, mine, hidden
         )
         self.down = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
 
-    def __call__(self, stream: Tensor, norm: Tensor) -> Tensor:
-        """stream + mlp(rms_norm(stream)): [T, H] → [T, H]; `stream` is gone afterwards."""
-        wide = norm_gated(stream, norm, self.eps, self.gate_up)
-        return add_product(stream, wide, self.down, self.group, consume=True)
+    def __call__(self, normal: Tensor) -> Tensor:
+        """[T, H] normalised rows → [T, I] for `down`."""
+        return gated_linear(normal, self.gate_up)
 
 
 class DecoderLayer:
-    """Pre-norm attention and MLP around a residual stream."""
+    """Pre-norm attention and MLP around a residual stream.
+
+    A norm is taken together with the sum that it normalises, so that a layer gets its input
+    normalised and normalises its output for whoever comes next.
+    """
 
     def __init__(
         self, config: TransformerConfig, plan: WeightPlan, group: Group, prefix: str
@@ -136,32 +132,76 @@ class DecoderLayer:
         hidden = config.hidden_size
         self.input_norm = plan.replicated(f"{prefix}.input_layernorm.weight", hidden)
         self.post_norm = plan.replicated(f"{prefix}.post_attention_layernorm.weight", hidden)
-        self.attention = Attention(config, plan, group, f"{prefix}.self_attn")
-        self.mlp = GatedMLP(config, plan, group, f"{prefix}.mlp")
+        self.eps = config.rms_norm_eps
+        self.group = group
+        self.attention = Attention(config, plan, f"{prefix}.self_attn")
+        self.mlp = GatedMLP(config, plan, f"{prefix}.mlp")
 
     def __call__(
         self,
         stream: Tensor,
+        normal: Tensor,
+        next_norm: Tensor,
         batch: RowBatch,
         rope: Tensor,
         pages: tuple[Tensor, Tensor],
         view: AttentionView,
-    ) -> Tensor:
-        """The residual stream after this layer: [T, H] → [T, H]."""
-        stream = self.attention(stream, self.input_norm, batch, rope, pages, view)
-        return self.mlp(stream, self.post_norm)
+    ) -> tuple[Tensor, Tensor]:
+        """One layer: stream + attention(norm(stream)), and that plus its mlp(norm(·)).
+
+        Args:
+            stream: [T, H] residual stream; kept, since the model may have tapped it.
+            normal: [T, H] with this layer's input norm.
+            next_norm: [H] weight of the norm that follows this layer.
+
+        Returns:
+            The stream after this layer and its norm with `next_norm`, both [T, H].
+        """
+        heads = self.attention(normal, batch, rope, pages, view)
+        stream, normal = self._add(stream, heads, self.attention.o, self.post_norm)
+        wide = self.mlp(normal)
+        return self._add(stream, wide, self.mlp.down, next_norm, consume=True)
+
+    def _add(
+        self, stream: Tensor, x: Tensor, weight: Tensor, norm: Tensor, *, consume: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """stream + x @ weight.T summed over the ranks, and its norm: two [T, H]."""
+        if self.group.size == 1:
+            return linear_add_norm(x, weight, stream, norm, self.eps, consume=consume)
+        delta = self.group.all_reduce(linear(x, weight))
+        return add_norm(delta, stream, norm, self.eps, consume=consume)
 
 
-def add_product(
-    stream: Tensor, x: Tensor, weight: Tensor, group: Group, *, consume: bool = False
-) -> Tensor:
-    """stream + x @ weight.T summed over the ranks: [T, H], [T, K] and [H, K] → [T, H].
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    stream: Tensor,
+    final_norm: Tensor,
+    batch: RowBatch,
+    rope: Tensor,
+    kv: PagedKV,
+    *,
+    causal: bool,
+    taps: Collection[int] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """All layers of a model over [T, H] embedded rows.
 
-    With `consume` the result may take the memory of `stream`, whose contents are then gone.
+    Args:
+        final_norm: [H], the norm behind the last layer.
+        taps: layers whose output is kept.
+
+    Returns:
+        [T, H] after the final norm, and the tapped residual streams (after the layer, before any
+        norm), each [T, H].
     """
-    if group.size == 1:
-        return linear_add(x, weight, stream, consume=consume)
-    return stream + group.all_reduce(linear(x, weight))
+    view = batch.view(kv.page_size, causal=causal)
+    norms = [layer.input_norm for layer in layers] + [final_norm]
+    normal = rms_norm(stream, norms[0], layers[0].eps)
+    tapped = []
+    for index, (layer, pages) in enumerate(zip(layers, kv.layers, strict=True)):
+        stream, normal = layer(stream, normal, norms[index + 1], batch, rope, pages, view)
+        if index in taps:
+            tapped.append(stream)
+    return normal, tapped
 
 
 class VocabEmbedding:

@@ -12,7 +12,8 @@ from torch import Tensor
 from dflash_serve.engine.pair import Pair
 from dflash_serve.kernels.backend import interpreted
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS
-from dflash_serve.kernels.linear import linear_add, norm_gated
+from dflash_serve.kernels.linear import linear_add, linear_add_norm
+from dflash_serve.kernels.norm import rms_norm
 from tests.models.forward import PAGE, load_target, row_batch
 from tests.tiny import TinyPair, make_draft
 
@@ -35,7 +36,7 @@ def pair(pairs: dict[str, TinyPair], tmp_path: Path) -> Pair:
 
 @pytest.mark.parametrize("through", THROUGH)
 @torch.inference_mode()
-def test_an_mlp_adds_the_same_whether_or_not_it_keeps_the_stream(
+def test_a_product_adds_and_normalises_the_same_whether_or_not_it_keeps_the_stream(
     through: type[contextlib.nullcontext[None]], pair: Pair
 ) -> None:
     layer = pair.target.layers[0]
@@ -43,9 +44,14 @@ def test_an_mlp_adds_the_same_whether_or_not_it_keeps_the_stream(
     for rows in (2, ROWS):
         stream = torch.randn(rows, norm.shape[0], generator=torch.Generator().manual_seed(1))
         with through():
-            wide = norm_gated(stream, norm, mlp.eps, mlp.gate_up)
+            wide = mlp(rms_norm(stream, norm, layer.eps))
             expected = linear_add(wide, mlp.down, stream)
-            assert torch.equal(mlp(stream.clone(), norm), expected)
+            for consume in (False, True):
+                total, normal = linear_add_norm(
+                    wide, mlp.down, stream.clone(), norm, layer.eps, consume=consume
+                )
+                assert torch.equal(total, expected)
+                assert torch.equal(normal, rms_norm(expected, norm, layer.eps))
 
 
 @pytest.mark.parametrize("through", THROUGH)
@@ -59,10 +65,12 @@ def test_later_layers_leave_a_tapped_stream_as_it_was(
     assert len(ids) >= ROWS
     with through():
         view = batch.view(PAGE, causal=True)
-        stream = pair.target.embed(ids)
+        stream, layers = pair.target.embed(ids), pair.target.layers
+        normal = rms_norm(stream, layers[0].input_norm, layers[0].eps)
+        norms = [layer.input_norm for layer in layers[1:]] + [pair.target.norm]
         kept: list[tuple[Tensor, Tensor]] = []
-        for layer, pages in zip(pair.target.layers, pair.target_kv.layers, strict=True):
-            stream = layer(stream, batch, pair.target.rope, pages, view)
+        for layer, norm, pages in zip(layers, norms, pair.target_kv.layers, strict=True):
+            stream, normal = layer(stream, normal, norm, batch, pair.target.rope, pages, view)
             kept.append((stream, stream.clone()))
         _, taps = pair.target(ids, batch, pair.target_kv)
     assert taps is not None

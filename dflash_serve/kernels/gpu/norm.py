@@ -1,6 +1,8 @@
-"""RMSNorm: one program a row, whose block follows from the width alone."""
+"""RMSNorm, alone and behind the residual add: one program a row, its block given by the width."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -10,7 +12,7 @@ from torch import Tensor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.gpu.launch import chained, follow
 
-__all__ = ["check_weight_type", "rms_norm"]
+__all__ = ["add_norm", "check_weight_type", "rms_norm"]
 
 _ELEMENTS_PER_WARP = 512
 _MAX_WARPS = 16
@@ -35,15 +37,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check_weight_type("the norm weight", weight, x)
     width = x.shape[-1]
-    if width > _MAX_WIDTH:
-        raise ConfigError(
-            f"RMSNorm over {width} values; the kernel takes up to {_MAX_WIDTH}; "
-            "serve this model on device 'cpu'"
-        )
+    block, warps = _block(width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     outer, inner, outer_stride, inner_stride, rows = _as_rows(x)
-    block = max(int(triton.next_power_of_2(width)), 32)
-    warps = min(max(block // _ELEMENTS_PER_WARP, 1), _MAX_WARPS)
     _rms_norm[(outer * inner,)](
         rows,
         weight,
@@ -58,6 +54,57 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         **chained(x),
     )
     return out
+
+
+def add_norm(
+    delta: Tensor, stream: Tensor, weight: Tensor, eps: float, *, consume: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.norm.add_norm`; one launch, row-invariant, the bits of `rms_norm` on the sum.
+
+    Args:
+        delta: [T, H] or [parts, T, H], dense.
+        stream: [T, H], dense.
+
+    Raises:
+        ConfigError: a weight of another type, or a width above 65,536.
+    """
+    check_weight_type("the norm weight", weight, stream)
+    rows, width = stream.shape
+    block, warps = _block(width)
+    delta, stream = delta.contiguous(), stream.contiguous()
+    total = stream if consume else torch.empty_like(stream)
+    out = torch.empty_like(stream)
+    if rows:
+        _add_norm[(rows,)](
+            delta,
+            stream,
+            weight,
+            total,
+            out,
+            rows,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            PARTS=delta.shape[0] if delta.dim() == 3 else 1,
+            num_warps=warps,
+            **chained(stream),
+        )
+    return total, out
+
+
+def _block(width: int) -> tuple[int, int]:
+    """Values of a program and its warps for a row of a width.
+
+    Raises:
+        ConfigError: a width above 65,536.
+    """
+    if width > _MAX_WIDTH:
+        raise ConfigError(
+            f"RMSNorm over {width} values; the kernel takes up to {_MAX_WIDTH}; "
+            "serve this model on device 'cpu'"
+        )
+    block = max(int(triton.next_power_of_2(width)), 32)
+    return block, min(max(block // _ELEMENTS_PER_WARP, 1), _MAX_WARPS)
 
 
 def check_weight_type(what: str, weight: Tensor, x: Tensor) -> None:
@@ -106,9 +153,46 @@ def _rms_norm(
     source = x + outer_row * outer_stride + inner_row * inner_stride
     raw = tl.load(source + column, mask=inside, other=0.0)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    result = _normal(raw, scale, eps, WIDTH)
+    tl.store(out + row.to(tl.int64) * WIDTH + column, result, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normal(raw: tl.tensor, scale: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> Any:
+    """RMSNorm of one row, padded with 0."""
     value = raw.to(tl.float32)
     mean = tl.sum(value * value, axis=0) / WIDTH
-    # Rounded to the type of x before the weight comes in, as in the published models.
+    # Rounded to the type of the row before the weight comes in, as in the published models.
     normal = (value * tl.rsqrt(mean + eps)).to(raw.dtype).to(tl.float32)
-    result = (normal * scale).to(raw.dtype)
-    tl.store(out + row.to(tl.int64) * WIDTH + column, result, mask=inside)
+    return (normal * scale).to(raw.dtype)
+
+
+# A row count that is 1 or a multiple of 16 gets no kernel of its own.
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _add_norm(
+    delta: tl.tensor,  # [PARTS, rows, WIDTH]
+    stream: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    base = tl.load(stream + row * WIDTH + column, mask=inside, other=0.0)
+    added = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = delta + (part * rows + row) * WIDTH + column
+        added += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    kind: tl.constexpr = base.dtype
+    raw = (base.to(tl.float32) + added.to(kind).to(tl.float32)).to(kind)
+    tl.store(total + row * WIDTH + column, raw, mask=inside)
+    tl.store(out + row * WIDTH + column, _normal(raw, scale, eps, WIDTH), mask=inside)
