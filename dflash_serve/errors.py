@@ -8,7 +8,9 @@
     ├── RequestError           a request the server must refuse (HTTP 400); names the field
     │   └── ModelNotFoundError an unknown model name (HTTP 404)
     ├── OverloadedError        no room now, try again later (HTTP 429)
+    ├── ConsensusError         the ranks committed different tokens; ends the engine
     ├── EngineDeadError        a rank died or the engine stopped (HTTP 503)
+    │   └── UnavailableError   no engine is there to take a request yet, or any more (HTTP 503)
     └── EngineStalledError     work is pending and no step completes (HTTP 503)
 
 Each text holds the value given, what is allowed, and what to do.
@@ -20,6 +22,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "ConsensusError",
     "DFlashError",
     "EngineDeadError",
     "EngineStalledError",
@@ -27,6 +30,7 @@ __all__ = [
     "OverloadedError",
     "PairError",
     "RequestError",
+    "UnavailableError",
 ]
 
 
@@ -77,6 +81,21 @@ class OverloadedError(DFlashError):
 
 class EngineDeadError(DFlashError):
     """A rank process died, or the engine was shut down."""
+
+
+class UnavailableError(EngineDeadError):
+    """No engine can take a request now: it is being started, or it is leaving.
+
+    Nothing was computed for the request, so that it may be sent again, here or elsewhere.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ConsensusError(DFlashError):
+    """The ranks of one engine committed different tokens; the front end sees EngineDeadError."""
 
 
 class EngineStalledError(DFlashError):

@@ -171,7 +171,8 @@ class _Routes:
 
     async def metrics_page(self) -> Response:
         """GET /metrics, Prometheus text."""
-        return Response(self.metrics.page(await self._reachable()), media_type=CONTENT_TYPE)
+        page = self.metrics.page(await self._reachable()) + self._backend.own_metrics()
+        return Response(page, media_type=CONTENT_TYPE)
 
     async def version(self) -> Response:
         """GET /version."""

@@ -15,6 +15,7 @@ from dflash_serve.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestError,
+    UnavailableError,
 )
 
 __all__ = ["BodyTooLargeError", "Failure", "JSONBody", "describe", "from_status", "internal"]
@@ -64,7 +65,7 @@ def describe(error: DFlashError, *, delivered: bool = False) -> Failure:
     headers: dict[str, str] = {}
     if status >= 500 or status == 429:
         headers["x-should-retry"] = "false" if delivered or status == 500 else "true"
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     param = error.param if isinstance(error, RequestError) else None
     return Failure(status, _body(str(error), kind, param, code), headers)

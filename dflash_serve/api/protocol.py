@@ -96,6 +96,9 @@ class Backend(Protocol):
             EngineDeadError: the engine died (HTTP 503).
         """
 
+    def own_metrics(self) -> bytes:
+        """Prometheus text of what the backend itself counts; may be empty."""
+
     async def status(self) -> list[ReplicaStatus]:
         """One entry per reachable replica."""
 

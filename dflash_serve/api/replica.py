@@ -320,6 +320,10 @@ class LocalBackend:
             )
         return engine.generate(request)
 
+    def own_metrics(self) -> bytes:
+        """Nothing: what there is to count, the engines count."""
+        return b""
+
     async def status(self) -> list[ReplicaStatus]:
         """One entry per engine."""
         return [engine.status() for engine in self._engines.values()]

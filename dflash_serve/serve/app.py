@@ -10,10 +10,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.serve.ingress import Ingress
 from dflash_serve.serve.replica import Replica
+from dflash_serve.serve.routing import RoomRouter
 from dflash_serve.serve.settings import ServeSettings, placement_bundles
 
 __all__ = ["assemble", "build_app"]
@@ -60,6 +62,7 @@ def _replica_options(settings: ServeSettings) -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": settings.replica_cpus},
         "placement_group_bundles": placement_bundles(settings, gpu=gpu),
         "placement_group_strategy": "STRICT_PACK",
+        "request_router_config": RequestRouterConfig(request_router_class=RoomRouter),
         "max_constructor_retry_count": settings.start_attempts,
         **_common_options(settings),
     }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
+    RayServeException,
     ReplicaUnavailableError,
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -19,81 +20,68 @@ from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
 from dflash_serve.errors import (
     DFlashError,
     EngineDeadError,
-    EngineStalledError,
     ModelNotFoundError,
     OverloadedError,
+    UnavailableError,
 )
+from dflash_serve.observe.resumes import ResumeMetrics
 from dflash_serve.serve import wire
+from dflash_serve.serve.journal import ResumeLimits
+from dflash_serve.serve.resume import Resumer
+from dflash_serve.serve.room import ROOM, Room
 from dflash_serve.serve.settings import ServeSettings
 
 __all__ = ["HandleBackend", "Ingress", "translate_error"]
 
 _CONTROL_TIMEOUT_S = 3.0
 """How long a replica may take to answer a status or health call."""
-_HANDLE_ERRORS = (
-    RayActorError,
-    RayTaskError,
-    TaskCancelledError,
-    BackPressureError,
-    DeploymentUnavailableError,
-    ReplicaUnavailableError,
-)
+_CANCEL_TIMEOUT_S = 2.0
+"""How long a replica that is out of reach may take to end what it was told to cancel."""
+_HANDLE_ERRORS = (RayError, RayServeException)
 
 
 class HandleBackend:
-    """A `Backend` over one deployment handle per model.
+    """A `Backend` over one deployment handle per model; requests outlive their replicas.
 
     Args:
         handles: replica deployments by model name, in configured order.
-        queue_timeout_s: seconds until the first token must have come.
-        request_timeout_s: seconds a whole request may take.
+        limits: how long a request is held on to.
+        room: told which replicas say that they can take nothing.
     """
 
     def __init__(
-        self,
-        handles: Mapping[str, DeploymentHandle],
-        *,
-        queue_timeout_s: float,
-        request_timeout_s: float,
+        self, handles: Mapping[str, DeploymentHandle], limits: ResumeLimits, room: Room = ROOM
     ) -> None:
         self._handles = dict(handles)
         self._streams = {
             name: handle.options(method_name="generate", stream=True)
             for name, handle in self._handles.items()
         }
-        self._queue_timeout_s = queue_timeout_s
-        self._request_timeout_s = request_timeout_s
+        self._room = room
+        self._metrics = ResumeMetrics(list(self._handles))
+        self._resumer = Resumer(self._attempt, limits, self._metrics)
 
     def models(self) -> list[str]:
         """Names served, in configured order."""
         return list(self._handles)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Stream one choice from a replica; leaving early cancels it there.
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Stream one choice from as many replicas as it takes; leaving early cancels it there.
 
         Raises:
-            RequestError, OverloadedError, EngineDeadError, EngineStalledError: see `Backend`.
+            RequestError, OverloadedError, EngineDeadError, EngineStalledError: see `Backend` and
+                `final_error`.
         """
-        handle = self._streams.get(request.model)
-        if handle is None:
+        if request.model not in self._handles:
             raise ModelNotFoundError(
                 f"model {request.model!r} is not served here; served: {', '.join(self._handles)}",
                 "model",
             )
-        stream = handle.remote(wire.encode_request(request))
-        finished = False
-        try:
-            async for data in self._timed(stream, request.model):
-                delta = wire.decode_delta(data)
-                finished = delta.finish_reason is not None
-                yield delta
-            finished = True
-        except DFlashError:
-            finished = True  # the replica has ended the stream itself
-            raise
-        finally:
-            if not finished:
-                stream.cancel()
+        return self._resumer.generate(request)
+
+    def own_metrics(self) -> bytes:
+        """Prometheus text of what happened to requests whose engine failed."""
+        return self._metrics.page()
 
     async def status(self) -> list[ReplicaStatus]:
         """One entry per replica that answers in time."""
@@ -114,27 +102,39 @@ class HandleBackend:
 
     # -- internals --------------------------------------------------------------------------
 
-    async def _timed(
-        self, stream: DeploymentResponseGenerator[Any], model: str
-    ) -> AsyncIterator[bytes]:
-        """The stream's elements, under both deadlines, with Ray's errors translated."""
-        started = time.monotonic()
-        allowed = min(self._queue_timeout_s, self._request_timeout_s)
-        first = True
-        while True:
-            try:
-                remaining = started + allowed - time.monotonic()
-                async with asyncio.timeout(max(0.0, remaining)):
-                    data = await anext(stream)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """One submission to one replica.
+
+        Raises:
+            DFlashError: what the replica or Ray said; nothing of the request runs there any more.
+        """
+        stream = self._streams[request.model].remote(wire.encode_request(request))
+        ended = False
+        try:
+            async for data in stream:
+                delta = self._decode(data)
+                ended = delta.finish_reason is not None
+                yield delta
+            ended = True
+        except DFlashError:
+            ended = True  # the replica has ended the stream itself
+            raise
+        except _HANDLE_ERRORS as error:
+            await _cancel(stream)
+            ended = True
+            raise translate_error(error, request.model) from error
+        finally:
+            if not ended:
                 stream.cancel()
-                raise _timed_out(model, allowed, first=first) from None
-            except _HANDLE_ERRORS as error:
-                raise translate_error(error, model) from error
-            yield data
-            allowed, first = self._request_timeout_s, False
+
+    def _decode(self, data: bytes) -> Delta:
+        try:
+            return wire.decode_delta(data)
+        except DFlashError:
+            replica = wire.unable_replica(data)
+            if replica is not None:
+                self._room.none_at(replica)
+            raise
 
     async def _ask_all(self, model: str, method: str) -> list[Any]:
         """Every replica's answer to a call without arguments; errors are among the answers."""
@@ -162,27 +162,24 @@ def translate_error(error: BaseException, model: str) -> BaseException:
         )
     if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
         return _no_replica(model)
-    if isinstance(error, RayActorError | TaskCancelledError):
+    if isinstance(error, RayError):
         return EngineDeadError(
             f"the replica of {model} died while it worked on this request; send it again"
         )
     return error
 
 
-def _no_replica(model: str) -> EngineDeadError:
-    return EngineDeadError(f"no replica of {model} can take requests now; try again later")
+def _no_replica(model: str) -> UnavailableError:
+    return UnavailableError(f"no replica of {model} can take requests now; try again later")
 
 
-def _timed_out(model: str, allowed_s: float, *, first: bool) -> DFlashError:
-    if first:
-        return OverloadedError(
-            f"no replica of {model} began this request within {allowed_s:.0f} s "
-            "(queue_timeout_s); try again later"
-        )
-    return EngineStalledError(
-        f"the request to {model} took longer than {allowed_s:.0f} s (request_timeout_s); "
-        "ask for fewer tokens"
-    )
+async def _cancel(stream: DeploymentResponseGenerator[Any]) -> None:
+    """Cancel a stream that broke and wait for its end: its replica may only be out of reach."""
+    stream.cancel()
+    with contextlib.suppress(*_HANDLE_ERRORS, TimeoutError):
+        async with asyncio.timeout(_CANCEL_TIMEOUT_S):
+            async for _ in stream:
+                pass
 
 
 class Ingress:
@@ -196,8 +193,11 @@ class Ingress:
     def __init__(self, settings: ServeSettings, handle: DeploymentHandle) -> None:
         self._backend = HandleBackend(
             {settings.model: handle},
-            queue_timeout_s=settings.queue_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
+            ResumeLimits(
+                attempts=settings.resume_attempts,
+                wait_s=settings.queue_timeout_s,
+                total_s=settings.request_timeout_s,
+            ),
         )
 
     def __serve_build_asgi_app__(self) -> Any:

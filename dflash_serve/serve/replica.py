@@ -18,7 +18,12 @@ from dflash_serve.api.codec import TextCodec
 from dflash_serve.api.replica import TextEngine
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.executors import start_engine
-from dflash_serve.errors import DFlashError, EngineDeadError, EngineStalledError
+from dflash_serve.errors import (
+    DFlashError,
+    EngineDeadError,
+    EngineStalledError,
+    UnavailableError,
+)
 from dflash_serve.serve import wire
 from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.settings import ServeSettings
@@ -48,6 +53,7 @@ class Replica:
 
     def __init__(self, settings: ServeSettings) -> None:
         log.configure()
+        self._name = serve.get_replica_context().replica_id.unique_id
         self._leaving = threading.Event()
         started = time.monotonic()
         # What can be refused without weights is refused before a rank is started.
@@ -68,7 +74,7 @@ class Replica:
     async def generate(self, request: bytes) -> AsyncIterator[bytes]:
         """Stream one request, encoded by `wire`; the last element may be an error."""
         try:
-            self._engine.check_health()
+            self._admit()
             # Closing explicitly, so that a consumer that goes away aborts the request now and
             # not when the garbage collector comes by.
             deltas = self._text.generate(wire.decode_request(request))
@@ -76,7 +82,8 @@ class Replica:
                 async for delta in deltas:
                     yield wire.encode_delta(delta)
         except DFlashError as error:
-            yield wire.encode_error(error)
+            unable = isinstance(error, EngineDeadError | EngineStalledError)
+            yield wire.encode_error(error, self._name if unable else None)
 
     async def status(self) -> bytes:
         """Counters and configuration, encoded by `wire`."""
@@ -99,6 +106,13 @@ class Replica:
 
     # -- internals --------------------------------------------------------------------------
 
+    def _admit(self) -> None:
+        """Refuse at once what a dead or stalled engine would never answer."""
+        try:
+            self._engine.check_health()
+        except (EngineDeadError, EngineStalledError) as error:
+            raise UnavailableError(str(error)) from error
+
     def _check(self, config: EngineConfig) -> None:
         from dflash_serve.engine.checks import resolve_pair
 
@@ -113,7 +127,7 @@ class Replica:
             codec,
             settings.model,
             self._description(settings),
-            replica=serve.get_replica_context().replica_id.unique_id,
+            replica=self._name,
             max_outstanding=settings.max_ongoing_requests,
         )
 

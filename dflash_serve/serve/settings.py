@@ -45,8 +45,11 @@ class ServeSettings(BaseModel):
         health_check_period_s: seconds between two health checks of a replica.
         health_check_timeout_s: seconds after which a health check counts as failed.
         graceful_shutdown_timeout_s: seconds running requests get before a replica stops.
-        queue_timeout_s: seconds a request may wait for its first token.
+        queue_timeout_s: seconds a request may wait for its first token, and for its next one
+            after its replica or a rank of it has died.
         request_timeout_s: seconds a whole request may take.
+        resume_attempts: how often a request whose replica or rank died is given to another
+            engine, from where it stopped, before the client gets an error.
         start_attempts: failed starts after which the deployment is given up.
         accelerator_type: restricts the ranks to one kind of GPU, as Ray names it ("H100").
     """
@@ -67,6 +70,7 @@ class ServeSettings(BaseModel):
     graceful_shutdown_timeout_s: float = Field(default=30.0, gt=0)
     queue_timeout_s: float = Field(default=120.0, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
+    resume_attempts: int = Field(default=5, ge=0)
     start_attempts: int = Field(default=3, ge=1)
     accelerator_type: str | None = None
 

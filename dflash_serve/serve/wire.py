@@ -10,7 +10,7 @@ import msgspec
 
 from dflash_serve import errors
 from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
-from dflash_serve.errors import DFlashError, OverloadedError, RequestError
+from dflash_serve.errors import DFlashError, OverloadedError, RequestError, UnavailableError
 
 __all__ = [
     "decode_delta",
@@ -20,6 +20,7 @@ __all__ = [
     "encode_error",
     "encode_request",
     "encode_status",
+    "unable_replica",
 ]
 
 
@@ -28,6 +29,7 @@ class _Failure(msgspec.Struct, omit_defaults=True):
     message: str
     param: str | None = None
     retry_after_s: float = 1.0
+    replica: str | None = None
 
 
 class _Item(msgspec.Struct, omit_defaults=True):
@@ -58,13 +60,18 @@ def encode_delta(delta: Delta) -> bytes:
     return _encoder.encode(_Item(delta=delta))
 
 
-def encode_error(error: DFlashError) -> bytes:
-    """Serialise the error that ends a stream."""
+def encode_error(error: DFlashError, unable: str | None = None) -> bytes:
+    """Serialise the error that ends a stream.
+
+    Args:
+        unable: the replica that sends it, where it can take no request for the time being.
+    """
     failure = _Failure(
         kind=type(error).__name__,
         message=str(error),
         param=getattr(error, "param", None),
         retry_after_s=getattr(error, "retry_after_s", 1.0),
+        replica=unable,
     )
     return _encoder.encode(_Item(failure=failure))
 
@@ -82,6 +89,12 @@ def decode_delta(data: bytes) -> Delta:
     return item.delta
 
 
+def unable_replica(data: bytes) -> str | None:
+    """The replica that says, with the error in this element, that it can take no request."""
+    failure = _item.decode(data).failure
+    return None if failure is None else failure.replica
+
+
 def encode_status(status: ReplicaStatus) -> bytes:
     """Serialise a replica's status."""
     return _encoder.encode(status)
@@ -96,7 +109,7 @@ def _rebuild(failure: _Failure) -> DFlashError:
     kind = getattr(errors, failure.kind) if failure.kind in errors.__all__ else DFlashError
     if issubclass(kind, RequestError):
         return kind(failure.message, failure.param)
-    if issubclass(kind, OverloadedError):
+    if issubclass(kind, OverloadedError | UnavailableError):
         return kind(failure.message, failure.retry_after_s)
     error: DFlashError = kind(failure.message)
     return error

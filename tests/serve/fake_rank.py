@@ -73,7 +73,7 @@ def _serve(spec: RankSpec) -> None:
                 if running.pop(command.request_id, None) is not None:
                     events.append(_end(command.request_id))
             else:
-                running[command.request_id] = (command, 0)
+                running[command.request_id] = (command, len(command.emitted_ids))
         events += [_step(running, request_id) for request_id in list(running)]
         stats.steps += 1
         stats.running = len(running)
@@ -98,7 +98,7 @@ def _step(running: dict[str, tuple[Submit, int]], request_id: str) -> TokenEvent
         request_id=request_id,
         token_ids=[(submit.prompt_ids[-1] + done) % VOCABULARY],
         finish_reason="length" if last else None,
-        cached_tokens=0 if done == 1 else None,
+        cached_tokens=0 if done == len(submit.emitted_ids) + 1 else None,
     )
 
 

@@ -1,8 +1,17 @@
 import asyncio
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectLostError,
+    RayTaskError,
+)
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 
 from dflash_serve.api.protocol import Delta, GenerationRequest
 from dflash_serve.errors import (
@@ -11,10 +20,13 @@ from dflash_serve.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestError,
+    UnavailableError,
 )
 from dflash_serve.sampling import SamplingParams
 from dflash_serve.serve import wire
 from dflash_serve.serve.ingress import HandleBackend, translate_error
+from dflash_serve.serve.journal import ResumeLimits
+from dflash_serve.serve.room import Room
 
 
 class FakeStream:
@@ -44,15 +56,17 @@ class FakeStream:
 class FakeHandle:
     """A deployment handle over one prepared stream."""
 
-    def __init__(self, stream=None, answers=()):
-        self._stream = stream
+    def __init__(self, *streams, answers=()):
+        self._streams = list(streams)
+        self.requests = []
         self._answers = answers
 
     def options(self, **_):
         return self
 
-    def remote(self, _data):
-        return self._stream
+    def remote(self, data):
+        self.requests.append(wire.decode_request(data))
+        return self._streams.pop(0)
 
     def broadcast(self, _method):
         return self
@@ -63,9 +77,9 @@ class FakeHandle:
         return list(self._answers)
 
 
-def backend(handle, **limits):
-    limits = {"queue_timeout_s": 5.0, "request_timeout_s": 5.0} | limits
-    return HandleBackend({"m": handle}, **limits)
+def backend(handle, wait_s=5.0, total_s=5.0, attempts=0, **options):
+    limits = ResumeLimits(attempts=attempts, wait_s=wait_s, total_s=total_s)
+    return HandleBackend({"m": handle}, limits, **options)
 
 
 def request(model="m"):
@@ -125,14 +139,14 @@ async def test_unknown_model_is_named():
 async def test_waiting_too_long_for_the_first_token_is_overload():
     stream = FakeStream(deltas("length"), delay_s=60)
     with pytest.raises(OverloadedError, match="queue_timeout_s"):
-        await collect(backend(FakeHandle(stream), queue_timeout_s=0.05))
+        await collect(backend(FakeHandle(stream), wait_s=0.05))
     assert stream.cancelled
 
 
 async def test_a_request_that_takes_too_long_is_ended():
     stream = FakeStream(deltas(None, None, None, None), delay_s=0.05)
     with pytest.raises(EngineStalledError, match="request_timeout_s"):
-        await collect(backend(FakeHandle(stream), request_timeout_s=0.12))
+        await collect(backend(FakeHandle(stream), total_s=0.12))
     assert stream.cancelled
 
 
@@ -143,7 +157,8 @@ async def test_a_request_that_takes_too_long_is_ended():
         (task_error(ActorDiedError()), EngineDeadError),
         (task_error(RequestError("bad", "n")), RequestError),
         (BackPressureError(5, 4, 429, 3.0), OverloadedError),
-        (DeploymentUnavailableError("d"), EngineDeadError),
+        (RequestCancelledError("r"), EngineDeadError),
+        (ObjectLostError("ab", None, ""), EngineDeadError),
     ],
 )
 async def test_rays_errors_become_ours(error, expected):
@@ -178,3 +193,58 @@ async def test_health_fails_without_a_healthy_replica(answers, expected):
 
 async def test_status_leaves_out_replicas_that_do_not_answer():
     assert await backend(FakeHandle(answers=[ActorDiedError()])).status() == []
+
+
+async def test_a_dead_replicas_request_goes_on_at_another():
+    first = FakeStream([*deltas(None, None), ActorDiedError()])
+    second = FakeStream(deltas(None, "length"))
+    handle = FakeHandle(first, second)
+    assert len(await collect(backend(handle, attempts=1))) == 4
+    assert [r.emitted_ids for r in handle.requests] == [[], [1, 1]]
+    assert handle.requests[0].request_id != handle.requests[1].request_id
+
+
+async def test_what_an_unreachable_replica_works_on_is_cancelled_before_it_goes_elsewhere():
+    order = []
+
+    class Unreachable(FakeStream):
+        def cancel(self):
+            order.append("cancel")
+            self._items = iter([RequestCancelledError("r")])
+
+    class Handle(FakeHandle):
+        def remote(self, data):
+            order.append("submit")
+            return super().remote(data)
+
+    first = Unreachable([*deltas(None), ActorUnavailableError("gone", None)])
+    await collect(backend(Handle(first, FakeStream(deltas("length"))), attempts=1))
+    assert order == ["submit", "cancel", "submit"]
+
+
+async def test_a_replica_without_an_engine_is_passed_by():
+    room = Room(believed_s=60)
+    refusal = FakeStream([wire.encode_error(UnavailableError("being started"), unable="r1")])
+    full = FakeStream([wire.encode_error(OverloadedError("full"))])
+    target = backend(FakeHandle(refusal, full), room=room)
+    with pytest.raises(OverloadedError):
+        await collect(target)
+    assert not room.maybe_at("r1")
+    assert room.maybe_at("r2")
+
+
+async def test_a_replica_that_cannot_is_asked_again_later():
+    room = Room(believed_s=0.0)
+    room.none_at("r1")
+    assert room.maybe_at("r1")
+
+
+async def test_without_any_replica_a_request_waits_and_then_says_so():
+    streams = [FakeStream([DeploymentUnavailableError("d")]) for _ in range(100)]
+    with pytest.raises(UnavailableError, match="no replica of m can take requests now"):
+        await collect(backend(FakeHandle(*streams), wait_s=0.2))
+
+
+async def test_own_metrics_are_there_before_the_first_failure():
+    page = backend(FakeHandle()).own_metrics().decode()
+    assert 'dflash_requests_resumed_total{engine="all",model_name="m"} 0.0' in page

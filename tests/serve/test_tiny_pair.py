@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,9 +16,9 @@ from dflash_serve.config import EngineConfig
 from dflash_serve.serve.processes import is_running
 from dflash_serve.serve.validate import BUILDER, validate_config
 from tests.engines import requests, run
-from tests.tiny import make_pair
+from tests.tiny import VOCAB, make_pair
 
-from .conftest import free_port, placement_groups
+from .conftest import free_port, placement_groups, write_tokenizer
 from .streams import StreamReader
 from .waiting import until
 
@@ -25,11 +26,15 @@ pytestmark = pytest.mark.ray
 
 PROMPTS = [[5, 17, 200, 9], [250, 3, 3, 3, 41, 77]]
 MAX_TOKENS = 24
+LONG = 120
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return make_pair(tmp_path_factory.mktemp("pair"))
+    """With a tokenizer of words, so that there is text to lose."""
+    pair = make_pair(tmp_path_factory.mktemp("pair"))
+    write_tokenizer(Path(pair.target), VOCAB)
+    return pair
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +110,74 @@ def test_metrics_and_health_answer(url):
     assert "vllm:" in httpx.get(f"{url}/metrics", timeout=30).text
 
 
-def test_killed_rank_mid_stream_gives_an_error_and_a_new_gang(url, ray_cluster):
+# -- what a client sees while processes die --------------------------------------------------
+
+
+def body(prompt, **changes):
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": LONG, "temperature": 0}
+    return fields | {"ignore_eos": True, "return_token_ids": True} | changes
+
+
+def clients(url):
+    """Bodies of requests of every kind, long enough to be killed in the middle."""
+    sampled = body(PROMPTS[1], temperature=1.0, seed=11)
+    words = ask(url, sampled)["choices"][0]["text"].split()
+    # Ends shortly before its length; the other stop begins in the middle, is held back, and fails.
+    stops = [" ".join(words[-10:-7]), f"{words[LONG // 2]} t0 t0"]
+    return [
+        body(PROMPTS[0]),
+        sampled,
+        sampled | {"stop": stops},
+        body(PROMPTS[1], temperature=0.7, seed=12, top_p=0.9, top_k=40),
+    ]
+
+
+def ask(url, body_):
+    response = httpx.post(f"{url}/v1/completions", json=body_, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def outcome(answer):
+    choice, usage = answer["choices"][0], answer["usage"]
+    return (
+        choice["text"],
+        choice["token_ids"],
+        choice["finish_reason"],
+        # What the prefix cache had is not the same twice.
+        {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
+    )
+
+
+def streamed(stream):
+    answer = stream.answer(120)
+    usage = {n: answer.usage[n] for n in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return answer.text, answer.token_ids, answer.finish_reason, usage
+
+
+def run_and_kill(url, bodies, victim):
+    """Every body streamed and one not; `victim` dies in the middle. Returns the outcomes."""
+    options = {"stream_options": {"include_usage": True}}
+    with ThreadPoolExecutor() as pool:
+        streams = [StreamReader(url, body_ | options) for body_ in bodies]
+        plain = pool.submit(ask, url, bodies[1])
+        for stream in streams:
+            until(lambda s=stream: s.lines_read > 10, "the stream is under way", 60)
+        os.kill(victim, signal.SIGKILL)
+        assert all(stream.is_alive() for stream in streams), "over before the kill"
+        return [streamed(stream) for stream in streams], outcome(plain.result())
+
+
+def test_killed_rank_costs_the_clients_nothing(url, ray_cluster):
     groups = placement_groups(ray_cluster)
+    bodies = clients(url)
+    with ThreadPoolExecutor() as pool:
+        expected = [outcome(answer) for answer in pool.map(lambda b: ask(url, b), bodies)]
+    assert expected[2][2] == "stop"
     before = replica(url)
     ranks = [rank["pid"] for rank in before["config"]["ranks"]]
-    body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True}
-    stream = StreamReader(url, body | {"return_token_ids": True})
-    assert stream.begun.wait(10)
-    os.kill(ranks[1], signal.SIGKILL)
-    assert "rank 1 died" in stream.events(20)[-1]["error"]["message"]
-    until(lambda: not any(is_running(pid) for pid in ranks), "the old ranks are gone", 10)
-    until(lambda: (replica(url) or before)["replica"] != before["replica"], "a new replica", 60)
-    assert len(complete(url, PROMPTS[0]).json()["choices"][0]["token_ids"]) == MAX_TOKENS
+    found, plain = run_and_kill(url, bodies, ranks[1])
+    assert found == expected
+    assert plain == expected[1]
+    assert not any(is_running(pid) for pid in ranks)
     until(lambda: placement_groups(ray_cluster) == groups, "one placement group", 10)

@@ -30,6 +30,7 @@ def test_delta_round_trip():
         errors.ModelNotFoundError("no model x", "model"),
         errors.OverloadedError("full", 2.5),
         errors.EngineDeadError("rank 1 died"),
+        errors.UnavailableError("being started", 0.5),
         errors.EngineStalledError("stuck"),
         errors.DFlashError("a fault"),
     ],
@@ -40,3 +41,9 @@ def test_errors_arrive_as_the_class_they_were(error):
     assert type(caught.value) is type(error)
     assert str(caught.value) == str(error)
     assert vars(caught.value) == vars(error)
+
+
+def test_a_replica_that_can_take_nothing_names_itself():
+    assert wire.unable_replica(wire.encode_error(errors.EngineDeadError("x"), "r1")) == "r1"
+    assert wire.unable_replica(wire.encode_error(errors.RequestError("x"))) is None
+    assert wire.unable_replica(wire.encode_delta(Delta())) is None
