@@ -118,8 +118,8 @@ def _expected(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
     dtype = inputs.x.dtype
     out = inputs.x[some].float() @ weight.float().T
     if job.shape.kind == "gated":
-        gate, up = out.to(dtype).float().chunk(2, dim=-1)
-        return F.silu(gate).to(dtype).float() * up
+        out = out.to(dtype).float()
+        return F.silu(out[:, 0::2]).to(dtype).float() * out[:, 1::2]
     return out + inputs.residual[some].float() if job.shape.kind == "add" else out
 
 

@@ -133,7 +133,12 @@ def load_dummy(plan: WeightPlan, seed: int = 0, *, progress: Progress | None = N
             values.fill_(1.0)
         else:
             place = f"{seed} {piece.name} {[part.start for part in piece.select]}"
-            values.normal_(std=_DUMMY_STD, generator=generator.manual_seed(crc32(place.encode())))
+            generator.manual_seed(crc32(place.encode()))
+            # What is drawn for rows that lie apart would differ from what is drawn side by side.
+            drawn = values if values.is_contiguous() else values.new_empty(values.shape)
+            drawn.normal_(std=_DUMMY_STD, generator=generator)
+            if drawn is not values:
+                values.copy_(drawn)
         if progress is not None:
             progress(done, len(plan.pieces))
 

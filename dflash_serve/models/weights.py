@@ -26,7 +26,7 @@ class Piece:
         name: tensor name in the checkpoint.
         shape: its full shape there.
         select: slices to read, one per axis.
-        into: rows of the parameter to fill.
+        into: rows of the parameter to fill; every n-th where n matrices alternate.
     """
 
     name: str
@@ -66,8 +66,25 @@ class WeightPlan:
         weight = self._new(sum(rows.stop - rows.start for _, _, rows in parts), inputs)
         at = 0
         for name, outputs, rows in parts:
-            self._fill(weight, name, (outputs, inputs), (rows, slice(0, inputs)), at)
-            at += rows.stop - rows.start
+            into = slice(at, at + rows.stop - rows.start)
+            self._fill(weight, name, (outputs, inputs), (rows, slice(0, inputs)), into)
+            at = into.stop
+        return weight
+
+    def alternating(self, names: Sequence[str], outputs: int, rows: slice, inputs: int) -> Tensor:
+        """Output rows of several matrices of one size in turn (column-parallel product).
+
+        Args:
+            names: of n matrices; row n·i + j of the parameter is row i of the j-th.
+            outputs: full output width of each.
+            rows: this rank's rows of each.
+            inputs: input width.
+        """
+        count = len(names) * (rows.stop - rows.start)
+        weight = self._new(count, inputs)
+        for at, name in enumerate(names):
+            into = slice(at, count, len(names))
+            self._fill(weight, name, (outputs, inputs), (rows, slice(0, inputs)), into)
         return weight
 
     def rows(self, name: str, outputs: int, inputs: int, columns: slice) -> Tensor:
@@ -107,8 +124,8 @@ class WeightPlan:
         name: str,
         shape: tuple[int, ...],
         select: tuple[slice, ...],
-        at: int = 0,
+        into: slice | None = None,
     ) -> Tensor:
-        count = select[0].stop - select[0].start
-        self.pieces.append((parameter, Piece(name, shape, select, slice(at, at + count))))
+        into = slice(0, parameter.shape[0]) if into is None else into
+        self.pieces.append((parameter, Piece(name, shape, select, into)))
         return parameter

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_serve.model_config import DraftConfig, TargetConfig
 from dflash_serve.models.dflash import DFlashDraft
 from dflash_serve.models.layers import Attention, DecoderLayer
-from dflash_serve.models.loader import Checkpoint, load
+from dflash_serve.models.loader import Checkpoint, load, load_dummy
 from dflash_serve.models.registry import target_class
 from dflash_serve.models.weights import WeightPlan
 from dflash_serve.parallel.group import Single
@@ -69,9 +69,10 @@ def check_layer(layers: list[DecoderLayer], stored: dict[str, Tensor], prefix: s
             assert torch.equal(part[at], packed[rank - rank % copies][at])
     out = torch.cat([layer.attention.o for layer in layers], dim=1)
     assert torch.equal(out, stored[f"{attention}.o_proj.weight"])
-    halves = [layer.mlp.gate_up.chunk(2) for layer in layers]
-    assert torch.equal(torch.cat([h[0] for h in halves]), stored[f"{prefix}.mlp.gate_proj.weight"])
-    assert torch.equal(torch.cat([h[1] for h in halves]), stored[f"{prefix}.mlp.up_proj.weight"])
+    # Gate and up rows in turn on every rank.
+    gate, up = (torch.cat([layer.mlp.gate_up[at::2] for layer in layers]) for at in (0, 1))
+    assert torch.equal(gate, stored[f"{prefix}.mlp.gate_proj.weight"])
+    assert torch.equal(up, stored[f"{prefix}.mlp.up_proj.weight"])
     down = torch.cat([layer.mlp.down for layer in layers], dim=1)
     assert torch.equal(down, stored[f"{prefix}.mlp.down_proj.weight"])
     for layer in layers:
@@ -122,6 +123,18 @@ def test_vocabulary_rows_cover_every_id_once_even_when_ranks_get_none(
         assert part.shape[0] == shard.rows
         parts.append(part)
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_random_values_are_the_same_whether_or_not_rows_alternate(rank: int) -> None:
+    names, mine = ["gate.weight", "up.weight"], slice(6 * rank, 6 * rank + 6)
+    plans = [WeightPlan(rank, 2, torch.float32, CPU) for _ in range(2)]
+    turns = plans[0].alternating(names, 12, mine, 5)
+    apart = plans[1].columns([(name, 12, mine) for name in names], 5)
+    for plan in plans:
+        load_dummy(plan, seed=3)
+    assert torch.equal(torch.cat((turns[0::2], turns[1::2])), apart)
+    assert not torch.equal(turns[0::2], turns[1::2])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

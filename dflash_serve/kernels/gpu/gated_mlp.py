@@ -15,7 +15,9 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up in one launch: [T, 2·I] with a dense last axis → [T, I].
+    """silu(gate) * up in one launch: columns gate, up, gate, up, … of [T, 2·I] → [T, I].
+
+    Columns that do not lie side by side are copied first.
 
     Elementwise, hence row-invariant. The activation is rounded to the type of `gate_up` before
     the multiplication, as torch does.
@@ -42,10 +44,10 @@ def _silu_mul(
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    source = gate_up + row * stride + column
-    raw = tl.load(source, mask=inside, other=0.0)
-    up = tl.load(source + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    gate = raw.to(tl.float32)
+    both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    raw = tl.load(gate_up + row * stride + both, mask=both < 2 * WIDTH, other=0.0)
+    gate, up = tl.split(tl.reshape(raw, (BLOCK, 2)))
+    gate = gate.to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(raw.dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (active * up).to(raw.dtype), mask=inside)
+    result = (active * up.to(tl.float32)).to(raw.dtype)
+    tl.store(out + row * WIDTH + column, result, mask=column < WIDTH)

@@ -24,10 +24,11 @@ from dflash_serve.kernels.gpu import linear_large, linear_parts
 from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.gpu.linear_parts import check_parts, finish
 from dflash_serve.kernels.gpu.linear_policy import use_library
+from dflash_serve.kernels.gpu.linear_sum import part_sums
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Tile, large_tile, tile_for
-from dflash_serve.kernels.norm import rms_norm
+from dflash_serve.kernels.norm import add_norm, rms_norm
 
-__all__ = ["linear", "linear_add", "norm_gated", "product"]
+__all__ = ["gated_linear", "linear", "linear_add", "linear_add_norm", "product"]
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,6 +50,7 @@ def _product(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,  # K is whole steps
     GATED: tl.constexpr,
+    JOINT: tl.constexpr,  # gate and up in one product of 2 · COLUMNS
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,13 +64,17 @@ def _product(  # type: ignore[no-untyped-def]
     step = tl.arange(0, DEPTH)
     row_inside = (row < rows)[:, None]
     # Columns past the end compute the last one again: loads of the weight need no mask.
-    line = tl.minimum(column, columns - 1).to(tl.int64)
+    wide: tl.constexpr = 2 * COLUMNS if JOINT else COLUMNS
+    if JOINT:
+        line = tl.minimum((pid // row_tiles) * wide + tl.arange(0, wide), 2 * columns - 1)
+    else:
+        line = tl.minimum(column, columns - 1) * (2 if GATED else 1)
     x_at = x + row[:, None].to(tl.int64) * x_stride + step[None, :]
-    w_at = weight + line[:, None] * depth + step[None, :]
-    up_at = w_at + columns.to(tl.int64) * depth
+    w_at = weight + line[:, None].to(tl.int64) * depth + step[None, :]
+    up_at = w_at + depth
 
     follow(PDL)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((ROWS, wide), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, depth, DEPTH):
         if EVEN:
@@ -79,9 +85,11 @@ def _product(  # type: ignore[no-untyped-def]
             a = tl.load(x_at + start, mask=row_inside & inside, other=0.0)
             w = tl.load(w_at + start, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-        if GATED:
+        if GATED and not JOINT:
             u = tl.load(up_at + start) if EVEN else tl.load(up_at + start, mask=inside, other=0.0)
             up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
+    if JOINT:
+        acc, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
     kind: tl.constexpr = weight.dtype.element_ty
     finish(acc, up, residual, out, row, column, rows, columns, residual_stride, kind, GATED, ADD)
 
@@ -99,7 +107,7 @@ def product(
 
     Args:
         x: [T, K].
-        weight: [N, K]; gate rows, then up rows when `gated`.
+        weight: [N, K]; gate and up rows in turn when `gated`.
         residual: [T, N] added to the result, or None.
 
     Returns:
@@ -107,7 +115,7 @@ def product(
     """
     _check(x, weight)
     (rows, depth), columns = x.shape, weight.shape[0] // (2 if gated else 1)
-    check_parts(depth, tile)
+    check_parts(depth, tile, gated=gated)
     if tile.mode != "":
         return linear_parts.product(
             x, weight, tile, residual=residual, gated=gated, out_dtype=out_dtype
@@ -115,7 +123,8 @@ def product(
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+    across = tile.columns // (2 if tile.joint else 1)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, across),)
     _product[grid](
         x,
         weight,
@@ -127,10 +136,11 @@ def product(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         ROWS=tile.rows,
-        COLUMNS=tile.columns,
+        COLUMNS=across,
         DEPTH=tile.depth,
         EVEN=depth % tile.depth == 0,
         GATED=gated,
+        JOINT=tile.joint,
         ADD=residual is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
@@ -179,11 +189,36 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, consume: bool = F
     return torch.addmm(residual, x, weight.t())
 
 
-def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
-    """silu(g) * u with g | u = rms_norm(x) @ gate_up.T: [T, K] and [2·I, K] → [T, I]."""
-    x = rms_norm(x, norm, eps)
-    # In a product of many rows the activation would cost more than a kernel after it.
-    if x.shape[0] > INVARIANT_ROWS or _library(x, gate_up):
+def linear_add_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, eps: float, *, consume: bool = False
+) -> tuple[Tensor, Tensor]:
+    """s = residual + x @ weight.T and rms_norm(s): [T, K], [N, K], [T, N] and [N] → two [T, N].
+
+    With `consume` s may take the memory of `residual`, whose contents are then gone.
+    """
+    (rows, depth), columns = x.shape, weight.shape[0]
+    if rows <= INVARIANT_ROWS and not _library(x, weight):
+        tile = tile_for(columns, depth, rows, x.dtype)
+        if tile.parts > 1:
+            sums = part_sums(x, weight, tile)
+            return add_norm(sums, residual, norm, eps, consume=consume)
+    stream = linear_add(x, weight, residual, consume=consume)
+    return stream, rms_norm(stream, norm, eps)
+
+
+def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+    """silu(g) * u for the columns g, u, g, u, … of x @ gate_up.T: [T, K] → [T, I].
+
+    Args:
+        x: [T, K].
+        gate_up: [2·I, K]; row 2·i is gate i, row 2·i + 1 up i.
+    """
+    rows = x.shape[0]
+    if rows > INVARIANT_ROWS:
+        large = large_tile(gate_up.shape[0], gate_up.shape[1], rows, x.dtype, gated=True)
+        if large is not None:
+            return linear_large.product(x, gate_up, large, gated=True)
+    if rows > INVARIANT_ROWS or _library(x, gate_up):
         return silu_mul(linear(x, gate_up))
     return _own(x, gate_up, None, None, gated=True)
 

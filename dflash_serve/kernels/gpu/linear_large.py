@@ -5,6 +5,9 @@ copy engine on Hopper), and the loads of the next tile run while the last one is
 product of few rows in one part it sums K in ascending order into one float32 accumulator, so that
 a row's bits do not depend on the other rows.
 
+Gate and up rows of a weight alternate, so that the thread that sums a gate has its up beside it:
+with the activation inside, the product's loop is that of any other, and half as much is stored.
+
 Between them the processors read their tiles from L2 no faster than about 9 TB/s. A tile of
 128 · 256 keeps just ahead of that, one of 128 · 128 does not.
 """
@@ -20,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.kernels.gpu.launch import chained, follow
-from dflash_serve.kernels.gpu.linear_parts import addressable, finish
+from dflash_serve.kernels.gpu.linear_parts import activate, addressable, finish
 from dflash_serve.kernels.gpu.tiles import COPY_BYTES, Tile
 
 __all__ = ["product"]
@@ -119,6 +122,7 @@ def _product(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECE: tl.constexpr,
+    GATED: tl.constexpr,  # COLUMNS // 2 columns of the output from COLUMNS rows of the weight
     ADD: tl.constexpr,
     COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -126,11 +130,12 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """The tiles program_id, program_id + programs, …; descriptors pad with 0.
 
-    A tile is [ROWS, COLUMNS] of the output; `columns` is the output's width.
+    A tile is [ROWS, COLUMNS] of the product; `columns` is the output's width.
     """
     kind: tl.constexpr = weight.dtype
     row_tiles = tl.cdiv(rows, ROWS)
-    column_tiles = tl.cdiv(columns, COLUMNS)
+    wide: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+    column_tiles = tl.cdiv(columns, wide)
     steps = tl.cdiv(depth, DEPTH)
     follow(PDL)
     for tile in tl.range(
@@ -140,15 +145,20 @@ def _product(  # type: ignore[no-untyped-def]
         high = tl.minimum(row_tiles - first, GROUP)
         inner = tile % (GROUP * column_tiles)
         row0 = (first + inner % high) * ROWS
-        column0 = inner // high * COLUMNS
+        column_tile = inner // high
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
             a = x.load([row0, step * DEPTH])
-            w = weight.load([column0, step * DEPTH])
+            w = weight.load([column_tile * COLUMNS, step * DEPTH])
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
+        if GATED:
+            gate, up = tl.split(tl.reshape(acc, (ROWS, wide, 2)))
+            result = activate(gate, up, kind)
+        else:
+            result = acc
         _put_all(
-            acc, residual, out, row0, column0, rows, columns, residual_stride,
-            ROWS, COLUMNS, PIECE, kind, ADD, COPIED,
+            result, residual, out, row0, column_tile * wide, rows, columns, residual_stride,
+            ROWS, wide, PIECE, kind, ADD, COPIED,
         )  # fmt: skip
 
 
@@ -158,32 +168,34 @@ def product(
     tile: Tile,
     *,
     residual: Tensor | None = None,
+    gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x @ weight.T, with a residual added to it.
+    """x @ weight.T, with its activation or with a residual added to it.
 
     Args:
         x: [T, K].
-        weight: [N, K].
-        tile: in one part.
-        residual: [T, N] added to the result, or None.
+        weight: [N, K]; gate and up rows in turn when `gated`.
+        tile: in one part; its columns are rows of the weight, gated or not.
+        residual: [T, N] added to the result, or None; not with `gated`.
         out_dtype: that of x unless given.
 
     Returns:
-        [T, N].
+        [T, N], or [T, N / 2] of silu(gate) * up when `gated`.
 
     Raises:
         ConfigError: a K that the copy engine cannot address.
     """
-    (rows, depth), columns = x.shape, weight.shape[0]
+    share = 2 if gated else 1
+    (rows, depth), columns, wide = x.shape, weight.shape[0] // share, tile.columns // share
     out = x.new_empty((rows, columns), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
         return out
     x = addressable(x, weight)
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, wide)
     stored = _STORED_BYTES // (tile.rows * out.element_size()) // (1 if residual is None else 2)
-    piece = min(tile.columns, stored, _STORED_COLUMNS)
-    copied = columns * out.element_size() % COPY_BYTES == 0 and piece * 4 >= tile.columns
+    piece = min(wide, stored, _STORED_COLUMNS)
+    copied = columns * out.element_size() % COPY_BYTES == 0 and piece * 4 >= wide
     _product[(min(count, _processors(x.device)),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
@@ -198,6 +210,7 @@ def product(
         DEPTH=tile.depth,
         GROUP=tile.group,
         PIECE=piece,
+        GATED=gated,
         ADD=residual is not None,
         COPIED=copied,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

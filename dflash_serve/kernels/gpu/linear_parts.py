@@ -53,8 +53,10 @@ def finish(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     x,  # descriptors; they pad with 0
-    weight,
-    more,  # the weight in tiles of MORE rows
+    weight,  # if GATED and not JOINT the gate rows; else all
+    more,  # the same in tiles of MORE rows
+    up_weight,  # the up rows
+    up_more,
     residual,
     out,
     partial,  # [tiles, PARTS, 1 or 2 if GATED, ROWS, COLUMNS] float32
@@ -69,6 +71,7 @@ def _product(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    JOINT: tl.constexpr,  # gate and up in one product of twice the columns
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -87,25 +90,29 @@ def _product(  # type: ignore[no-untyped-def]
     row0 = row_tile * ROWS
     column0 = column_tile * (COLUMNS + MORE)
     follow(PDL)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    pairs: tl.constexpr = 2 if JOINT else 1
+    acc = tl.zeros((ROWS, COLUMNS * pairs), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     rest: tl.constexpr = MORE if MORE > 0 else 16
-    acc_rest = tl.zeros((ROWS, rest), tl.float32)
+    acc_rest = tl.zeros((ROWS, rest * pairs), tl.float32)
     up_rest = tl.zeros((ROWS, rest), tl.float32)
     for step in range(part * steps, part * steps + steps):
         a = x.load([row0, step * DEPTH])
-        w = weight.load([column0, step * DEPTH])
+        w = weight.load([column0 * pairs, step * DEPTH])
         acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-        if GATED:
-            u = weight.load([columns + column0, step * DEPTH])
+        if GATED and not JOINT:
+            u = up_weight.load([column0, step * DEPTH])
             up = tl.dot(a, tl.trans(u), up, input_precision=PRECISION)
         if MORE > 0:
-            w_rest = more.load([column0 + COLUMNS, step * DEPTH])
+            w_rest = more.load([(column0 + COLUMNS) * pairs, step * DEPTH])
             acc_rest = tl.dot(a, tl.trans(w_rest), acc_rest, input_precision=PRECISION)
-            if GATED:
-                u_rest = more.load([columns + column0 + COLUMNS, step * DEPTH])
+            if GATED and not JOINT:
+                u_rest = up_more.load([column0 + COLUMNS, step * DEPTH])
                 up_rest = tl.dot(a, tl.trans(u_rest), up_rest, input_precision=PRECISION)
 
+    if JOINT:
+        acc, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
+        acc_rest, up_rest = tl.split(tl.reshape(acc_rest, (ROWS, rest, 2)))
     row = row0 + tl.arange(0, ROWS)
     column = column0 + tl.arange(0, COLUMNS)
     kind: tl.constexpr = weight.dtype
@@ -157,7 +164,7 @@ def product(
 
     Args:
         x: [T, K].
-        weight: [N, K]; gate rows, then up rows when `gated`.
+        weight: [N, K]; gate and up rows in turn when `gated`.
         residual: [T, N] added to the result, or None.
 
     Returns:
@@ -168,18 +175,25 @@ def product(
     if out.numel() == 0:
         return out
     x = addressable(x, weight)
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns + tile.more)
+    pairs = 2 if tile.joint else 1
+    wide, more = tile.columns // pairs, tile.more // pairs
+    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, wide + more)
     partial = arrived = out
     if tile.parts > 1:
-        size = tile.parts * tile.rows * tile.columns * (2 if gated else 1)
+        size = tile.parts * tile.rows * wide * (2 if gated else 1)
         partial = x.new_empty((count, size), dtype=torch.float32)
         arrived = _counters(x.device)
         if count > _COUNTERS:
             raise ConfigError(f"a spread product of {count} tiles; at most {_COUNTERS}")
+    apart = gated and not tile.joint
+    gate, up = (weight[0::2], weight[1::2]) if apart else (weight, weight)
+    box, more_box = [tile.columns, tile.depth], [tile.more or tile.columns, tile.depth]
     _product[(count * tile.parts,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.more or tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(gate, box),
+        TensorDescriptor.from_tensor(gate, more_box),
+        TensorDescriptor.from_tensor(up, box),
+        TensorDescriptor.from_tensor(up, more_box),
         x if residual is None else residual,
         out,
         partial,
@@ -189,11 +203,12 @@ def product(
         depth,
         0 if residual is None else residual.stride(0),
         ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        MORE=tile.more,
+        COLUMNS=wide,
+        MORE=more,
         DEPTH=tile.depth,
         PARTS=tile.parts,
         GATED=gated,
+        JOINT=tile.joint,
         ADD=residual is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
@@ -203,11 +218,15 @@ def product(
     return out
 
 
-def check_parts(depth: int, tile: Tile) -> None:
+def check_parts(depth: int, tile: Tile, *, gated: bool = False) -> None:
     """Refuse parts of K that are no whole number of steps, or that one program would sum.
 
-    And more columns where the kernel has none.
+    And more columns where the kernel has none, and gate and up joint where there are none.
     """
+    if tile.joint and not gated:
+        raise ConfigError(
+            "a tile that joins gate and up in a product without them; choose another tile"
+        )
     if tile.more and (tile.mode != "copy" or tile.parts > 1):
         raise ConfigError(
             f"a product with {tile.more} more columns in mode {tile.mode!r} and {tile.parts} parts "

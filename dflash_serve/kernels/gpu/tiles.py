@@ -18,6 +18,7 @@ __all__ = [
     "COPY_BYTES",
     "GATED_TILES",
     "INVARIANT_ROWS",
+    "MANY_GATED",
     "MANY_TILES",
     "ROW_BUCKETS",
     "SHARED_BYTES",
@@ -57,7 +58,8 @@ class Tile:
 
     Attributes:
         rows: rows of x of one program.
-        columns: rows of the weight of one program; of the gate and of the up part each.
+        columns: rows of the weight of one program; of the gate and of the up part each, where
+            they are not summed as one product.
         depth: elements of K of one step.
         warps: of a program.
         stages: loads in flight, in steps.
@@ -68,6 +70,8 @@ class Tile:
         group: row tiles that share the columns they read from L2; only of `linear_large`.
         more: further columns as a second product of the same rows, for widths that are no power
             of two; only with "copy" in one part.
+        joint: of a gated product of few rows: gate and up as one product of `columns` rows of the
+            weight, told apart after the sum. `linear_large` always does so.
     """
 
     rows: int
@@ -79,6 +83,7 @@ class Tile:
     mode: Mode = ""
     group: int = 8
     more: int = 0
+    joint: bool = False
 
 
 _Numbers = (
@@ -106,20 +111,20 @@ def _measured(
 TILES = _measured(
     {
         (6144, 4096): {  # Qwen3-8B q, k and v
-            16: (16, 64, 128, 4, 6, 1, "copy"),
-            32: (32, 32, 256, 4, 4),
+            16: (16, 64, 256, 4, 4, 1, "copy"),
+            32: (32, 64, 256, 4, 4, 1, "copy"),
             64: (64, 64, 128, 4, 5, 1, "copy"),
-            128: (128, 64, 128, 8, 4, 1, "copy"),
+            128: (64, 64, 128, 4, 4, 1, "copy", 8, 32),
         },
         (4096, 4096): {  # o
-            16: (16, 32, 128, 4, 8),
-            32: (32, 32, 256, 4, 5, 1, "copy"),
-            64: (64, 32, 256, 4, 4, 1, "copy"),
-            128: (64, 64, 128, 4, 4, 1, "copy"),
+            16: (16, 64, 256, 4, 4, 2, "spread"),
+            32: (32, 64, 256, 4, 4, 2, "spread"),
+            64: (64, 64, 128, 4, 5, 2, "spread"),
+            128: (128, 64, 128, 4, 4, 2, "spread"),
         },
         (4096, 12288): {  # down
             16: (16, 64, 256, 4, 4, 2, "spread"),
-            32: (32, 64, 128, 4, 5, 2, "spread"),
+            32: (32, 64, 256, 4, 4, 2, "spread"),
             64: (64, 64, 128, 4, 5, 2, "spread"),
             128: (128, 64, 128, 4, 4, 2, "spread"),
         },
@@ -179,6 +184,21 @@ MANY_TILES = _measured(
         (10240, 4096): {2048: (128, 256, 64, 8, 4), 8192: (128, 256, 64, 8, 4)},
     }
 )
+# With the activation inside, where that is faster than any product and the activation after it.
+MANY_GATED = _measured(
+    {
+        (24576, 4096): {
+            192: (128, 256, 64, 8, 4),
+            256: (128, 256, 64, 8, 4),
+            384: (128, 256, 64, 8, 4),
+            512: (128, 256, 64, 8, 4),
+            768: (128, 256, 64, 8, 4),
+            1024: (128, 256, 64, 8, 4),
+            2048: (128, 256, 64, 8, 4),
+            8192: (128, 256, 64, 8, 4),
+        }
+    }
+)
 
 
 def row_bucket(rows: int) -> int:
@@ -188,7 +208,7 @@ def row_bucket(rows: int) -> int:
 
 def shared_bytes(tile: Tile, dtype: torch.dtype, *, gated: bool = False) -> int:
     """Shared memory that the loads of a tile take."""
-    lines = tile.rows + (tile.columns + tile.more) * (2 if gated else 1)
+    lines = tile.rows + (tile.columns + tile.more) * (2 if gated and not tile.joint else 1)
     return lines * tile.depth * dtype.itemsize * tile.stages
 
 
@@ -237,15 +257,18 @@ def _step(depth: int, largest: int) -> int:
     return step
 
 
-def large_tile(columns: int, depth: int, rows: int, dtype: torch.dtype) -> Tile | None:
+def large_tile(
+    columns: int, depth: int, rows: int, dtype: torch.dtype, *, gated: bool = False
+) -> Tile | None:
     """The tile with which a kernel of our own beats the library at so many rows, or None.
 
-    Of `linear_large` without a mode. An entry holds from 7/8 of the row count it was measured at:
-    with fewer rows the library has fewer tiles to compute, and ours as many.
+    Of `linear_large` without a mode; always so with the activation inside (`gated`). An entry
+    holds from 7/8 of the row count it was measured at: with fewer rows the library has fewer tiles
+    to compute, and ours as many.
     """
     if dtype.itemsize > 2:
         return None
-    for (n, k, most), tile in MANY_TILES.items():
+    for (n, k, most), tile in (MANY_GATED if gated else MANY_TILES).items():
         if (n, k) == (columns, depth) and most * 7 < rows * 8 <= most * 8:
             return tile
     return None
