@@ -33,6 +33,7 @@ from dflash_serve.errors import (
     EngineStalledError,
     ModelNotFoundError,
     OverloadedError,
+    UnavailableError,
 )
 from dflash_serve.log import get_logger
 from dflash_serve.observe.metrics import CONTENT_TYPE, Metrics
@@ -157,12 +158,15 @@ class _Routes:
         return JSONBody({"status": "ok"})
 
     async def ready(self) -> Response:
-        """GET /ready: healthy, and every model has a replica that answers."""
+        """GET /ready: healthy, and every model has a replica that takes requests."""
         await self._backend.check_health()
-        answering = {status.model for status in await self._backend.status()}
-        missing = [name for name in self._backend.models() if name not in answering]
+        statuses = await self._backend.status()
+        able = {status.model for status in statuses if status.state == "serving"}
+        missing = [name for name in self._backend.models() if name not in able]
         if missing:
-            raise EngineDeadError(f"no replica answers for {', '.join(missing)}; try again later")
+            raise UnavailableError(
+                f"no replica takes requests for {', '.join(missing)}; try again later"
+            )
         return JSONBody({"status": "ready"})
 
     async def server_info(self) -> Response:

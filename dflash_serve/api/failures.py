@@ -75,7 +75,8 @@ def from_status(status: int, message: str, headers: dict[str, str] | None = None
     """The failure of an HTTP status that the framework answers with."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    return Failure(status, _body(message, kind, None, code), dict(headers or {}))
+    advice = {"retry-after": "1", "x-should-retry": "true"} if status == 503 else {}
+    return Failure(status, _body(message, kind, None, code), advice | dict(headers or {}))
 
 
 def internal(request_id: str) -> Failure:

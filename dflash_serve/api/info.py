@@ -47,6 +47,8 @@ def _replica(status: ReplicaStatus) -> dict[str, Any]:
     return {
         "model": status.model,
         "replica": status.replica,
+        "state": status.state,
+        "restarts": status.restarts,
         "config": status.config,
         "engine": msgspec.to_builtins(status.info),
         "stats": msgspec.to_builtins(status.stats, str_keys=True),

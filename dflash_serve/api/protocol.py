@@ -15,7 +15,7 @@ import msgspec
 from dflash_serve.engine.messages import EngineInfo, EngineStats
 from dflash_serve.sampling import SamplingParams
 
-__all__ = ["Backend", "Delta", "GenerationRequest", "ReplicaStatus"]
+__all__ = ["Backend", "Delta", "GenerationRequest", "ReplicaState", "ReplicaStatus"]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +62,10 @@ class Delta(msgspec.Struct, kw_only=True):
     accepted: int = 0
 
 
+ReplicaState = Literal["serving", "restarting", "leaving"]
+"""Takes requests; starts its ranks again; ends."""
+
+
 class ReplicaStatus(msgspec.Struct, kw_only=True):
     """One replica's answer for /server_info and /metrics.
 
@@ -70,6 +74,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
         stats: the engine's counters, with `finished` counted as the client saw the end.
         outstanding: requests submitted and not yet finished.
         step_age_s: seconds since the last step while work is pending; 0 when idle.
+        state: whether it takes requests.
+        restarts: how often its ranks were started again after one had died.
     """
 
     model: str
@@ -79,6 +85,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     config: dict[str, Any]
     outstanding: int = 0
     step_age_s: float = 0.0
+    state: ReplicaState = "serving"
+    restarts: int = 0
 
 
 class Backend(Protocol):

@@ -36,7 +36,9 @@ _INLINE_CHARS = 10_000
 class Engine(Protocol):
     """The part of `EngineClient` used here."""
 
-    info: EngineInfo
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says about itself."""
 
     @property
     def stats(self) -> EngineStats:

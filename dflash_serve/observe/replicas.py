@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dflash_serve.api.protocol import ReplicaStatus
+from dflash_serve.api.protocol import ReplicaState, ReplicaStatus
 from dflash_serve.engine.messages import LengthStats
 from dflash_serve.scheduler.verify_length import PolicyStats
 
@@ -264,6 +264,19 @@ _FAMILIES = (
         "dflash_outstanding_requests",
         "Requests submitted to the engine and not finished, by the front end's count.",
         _one(lambda s: s.outstanding),
+    ),
+    _Family(
+        _GAUGE,
+        "dflash_replica_state",
+        "1 for the state a replica is in, 0 for the others.",
+        lambda s: [((state,), float(s.state == state)) for state in get_args(ReplicaState)],
+        ("state",),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_gang_restarts",
+        "Times a replica's ranks were started again after one had died.",
+        _one(lambda s: s.restarts),
     ),
     _Family(_GAUGE, "dflash_pages", "KV pages there are.", _one(lambda s: s.stats.pages_total)),
     _Family(

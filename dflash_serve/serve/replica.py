@@ -11,12 +11,15 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 from ray import serve
 
 from dflash_serve import log
 from dflash_serve.api.codec import TextCodec
+from dflash_serve.api.protocol import ReplicaState
 from dflash_serve.api.replica import TextEngine
 from dflash_serve.config import EngineConfig
+from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.executors import start_engine
 from dflash_serve.errors import (
     DFlashError,
@@ -26,22 +29,24 @@ from dflash_serve.errors import (
 )
 from dflash_serve.serve import wire
 from dflash_serve.serve.gang import RayExecutor
+from dflash_serve.serve.restart import RestartingEngine
 from dflash_serve.serve.settings import ServeSettings
 
 __all__ = ["Replica"]
 
 logger = log.get_logger(__name__)
 
-_LEAVE_POLL_S = 0.2
 _LEAVE_GRACE_S = 1.0
-"""After the engine died: time for the last errors to reach their clients."""
+"""After the engine was given up: time for the last errors to reach the front ends."""
 
 
 class Replica:
     """One tensor-parallel engine behind a deployment handle.
 
-    A dead engine cannot be repaired here, so the replica refuses all work at once and leaves;
-    Serve sees its process end and puts a new one, with a new gang, in its place.
+    A gang that dies is replaced in place (`RestartingEngine`); its requests end with an error
+    upon which the front ends submit them again, here or elsewhere. When the gang cannot be
+    replaced, the replica refuses all work and leaves: Serve sees its process end and puts a new
+    one in its place.
 
     Args:
         settings: the deployment's settings, device resolved.
@@ -54,22 +59,26 @@ class Replica:
     def __init__(self, settings: ServeSettings) -> None:
         log.configure()
         self._name = serve.get_replica_context().replica_id.unique_id
+        self._settings = settings
         self._leaving = threading.Event()
         started = time.monotonic()
         # What can be refused without weights is refused before a rank is started.
         self._check(settings.engine)
-        self._executor = self._make_executor(settings)
         # The tokenizer loads beside the ranks: both take seconds.
         with ThreadPoolExecutor(max_workers=1) as pool:
             codec = pool.submit(TextCodec.load, settings.engine.target)
-            self._engine = start_engine(settings.engine, self._executor)
+            self._engine = RestartingEngine(
+                self._start_gang,
+                deadline_s=settings.engine.start_timeout_s,
+                failures_in_a_row=settings.gang_failures,
+                on_loss=self._leave,
+            )
         try:
             self._text = self._make_text(settings, codec.result())
         except BaseException:
             self._engine.shutdown()
             raise
         logger.info("%s ready after %.1f s", settings.model, time.monotonic() - started)
-        threading.Thread(target=self._leave_when_dead, name="leave-when-dead", daemon=True).start()
 
     async def generate(self, request: bytes) -> AsyncIterator[bytes]:
         """Stream one request, encoded by `wire`; the last element may be an error."""
@@ -87,10 +96,18 @@ class Replica:
 
     async def status(self) -> bytes:
         """Counters and configuration, encoded by `wire`."""
-        return wire.encode_status(self._text.status())
+        status = self._text.status()
+        return wire.encode_status(
+            msgspec.structs.replace(
+                status,
+                state=self._state(),
+                restarts=self._engine.restarts,
+                config=status.config | {"pid": os.getpid(), "ranks": self._ranks()},
+            )
+        )
 
     async def check_health(self) -> None:
-        """Serve's health hook: passes while the engine makes progress.
+        """Serve's health hook: passes while the engine makes progress or is being replaced.
 
         Raises:
             EngineDeadError, EngineStalledError: as the engine says.
@@ -98,25 +115,33 @@ class Replica:
         self._engine.check_health()
 
     def __del__(self) -> None:
-        """Serve's shutdown hook: end the ranks before the process goes."""
+        """Serve's shutdown hook, once the requests are done: end the ranks, then the process."""
         self._leaving.set()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+            self._executor.shutdown()  # one that is being started
 
     # -- internals --------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Refuse at once what a dead or stalled engine would never answer."""
-        try:
-            self._engine.check_health()
-        except (EngineDeadError, EngineStalledError) as error:
-            raise UnavailableError(str(error)) from error
+        """Refuse at once what would not be answered; the front end takes it elsewhere.
+
+        Raises:
+            UnavailableError: there is no engine, or it does not move.
+        """
+        if self._leaving.is_set():
+            raise UnavailableError("this replica is leaving")
+        self._engine.require_running()
 
     def _check(self, config: EngineConfig) -> None:
         from dflash_serve.engine.checks import resolve_pair
 
         resolve_pair(config)
+
+    def _start_gang(self) -> EngineClient:
+        self._executor = self._make_executor(self._settings)
+        return start_engine(self._settings.engine, self._executor)
 
     def _make_executor(self, settings: ServeSettings) -> RayExecutor:
         return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus)
@@ -126,29 +151,28 @@ class Replica:
             self._engine,
             codec,
             settings.model,
-            self._description(settings),
+            settings.model_dump(exclude={"engine"}) | dataclasses.asdict(settings.engine),
             replica=self._name,
             max_outstanding=settings.max_ongoing_requests,
         )
 
-    def _description(self, settings: ServeSettings) -> dict[str, Any]:
-        """What /server_info shows: every setting, and where each rank runs."""
-        config = settings.model_dump(exclude={"engine"}) | dataclasses.asdict(settings.engine)
-        ranks = [
+    def _state(self) -> ReplicaState:
+        if self._leaving.is_set():
+            return "leaving"
+        return "serving" if self._engine.running else "restarting"
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Where each rank runs."""
+        return [
             {"rank": rank, "pid": place.pid, "node": place.node_id, "devices": place.devices}
             for rank, place in enumerate(self._executor.places)
         ]
-        return config | {"ranks": ranks}
 
-    def _leave_when_dead(self) -> None:
-        while not self._leaving.wait(_LEAVE_POLL_S):
-            try:
-                self._engine.check_health()
-            except EngineStalledError:
-                continue  # Serve's repeated health checks decide, a long step may still end
-            except EngineDeadError as error:
-                logger.error("leaving, to be replaced: %s", error)
-                self._leaving.wait(_LEAVE_GRACE_S)
-                self._executor.shutdown()
-                # Not sys.exit: that would end this thread only.
-                os._exit(1)
+    def _leave(self, reason: str) -> None:
+        """End this process, so that Serve puts another in its place."""
+        logger.error("leaving, to be replaced: %s", reason)
+        if self._leaving.wait(_LEAVE_GRACE_S):
+            return  # Serve ends it already
+        self._executor.shutdown()
+        # Not sys.exit: that would end this thread only.
+        os._exit(1)

@@ -50,6 +50,10 @@ class ServeSettings(BaseModel):
         request_timeout_s: seconds a whole request may take.
         resume_attempts: how often a request whose replica or rank died is given to another
             engine, from where it stopped, before the client gets an error.
+        gang_failures: gangs of one replica that may die or fail to start in a row, none having
+            finished a request, before the replica leaves and Serve puts another in its place;
+            0 leaves at the first death. Until then new ranks are started in the same process, which
+            may take `engine.start_timeout_s`.
         start_attempts: failed starts after which the deployment is given up.
         accelerator_type: restricts the ranks to one kind of GPU, as Ray names it ("H100").
     """
@@ -71,6 +75,7 @@ class ServeSettings(BaseModel):
     queue_timeout_s: float = Field(default=120.0, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     resume_attempts: int = Field(default=5, ge=0)
+    gang_failures: int = Field(default=3, ge=0)
     start_attempts: int = Field(default=3, ge=1)
     accelerator_type: str | None = None
 

@@ -44,6 +44,7 @@ OWN_SERIES = [
     "dflash_outstanding_requests",
     "dflash_pages",
     "dflash_pages_cached",
+    "dflash_gang_restarts_total",
     "dflash_fallbacks",
 ]
 
@@ -74,6 +75,8 @@ def test_every_series_is_there_with_zero_from_the_start(metrics: Metrics) -> Non
         values = [value for (series, _), value in found.items() if series == name]
         assert values, f"{name} is missing"
         assert set(values) == {0.0}, f"{name} does not begin with zero"
+    assert found["dflash_replica_state", "engine=0,state=serving"] == 1.0
+    assert found["dflash_replica_state", "engine=0,state=restarting"] == 0.0
     for reason in ("stop", "length", "abort", "error"):
         assert ("vllm:request_success_total", f"engine=0,finished_reason={reason}") in found
     for position in range(7):

@@ -74,6 +74,10 @@ def replica(url):
     return found[0]
 
 
+def state(url):
+    return (replica(url) or {}).get("state")
+
+
 def rank_pids(url):
     return [rank["pid"] for rank in replica(url)["config"]["ranks"]]
 
@@ -179,12 +183,41 @@ def test_killed_rank_shows_as_a_pause_only(fake, ray_cluster):
         answer = stream.answer(60)
         assert answer.token_ids == ids
         assert answer.text.split() == [f"t{i}" for i in ids]
-    # Nothing of the old gang is left, and another replica serves.
+    # Nothing of the old gang is left, and the same replica has another in the same bundles.
+    after = replica(fake)
+    assert after["replica"] == before["replica"]
+    assert after["config"]["pid"] == before["config"]["pid"]
+    assert after["restarts"] == before["restarts"] + 1
+    assert not set(ranks) & set(rank_pids(fake))
     assert not any(is_running(pid) for pid in ranks)
-    until(lambda: (replica(fake) or before)["replica"] != before["replica"], "a new replica", 60)
-    until(lambda: placement_groups(ray_cluster) == groups, "one placement group", 10)
+    assert placement_groups(ray_cluster) == groups
     assert len(run_dirs()) == 1
-    assert "dflash_requests_resumed_total" in httpx.get(f"{fake}/metrics", timeout=30).text
+    page = httpx.get(f"{fake}/metrics", timeout=30).text
+    assert 'dflash_requests_resumed_total{engine="all",model_name="fake"} 2.0' in page
+    assert 'state="serving"} 1.0' in page
+
+
+def test_health_passes_and_readiness_does_not_while_the_ranks_start_again(fake):
+    before = replica(fake)
+    os.kill(rank_pids(fake)[0], signal.SIGKILL)
+    until(lambda: httpx.get(f"{fake}/ready", timeout=30).status_code == 503, "not ready", 10)
+    assert replica(fake)["state"] == "restarting"
+    assert httpx.get(f"{fake}/health", timeout=30).status_code == 200
+    assert complete(fake).status_code == 200  # waits until there is a gang again
+    assert httpx.get(f"{fake}/ready", timeout=30).status_code == 200
+    assert replica(fake)["replica"] == before["replica"]
+
+
+@pytest.mark.slow
+def test_too_many_deaths_in_a_row_replace_the_replica(fake):
+    before = replica(fake)
+    for _ in range(4):
+        ranks = until(lambda: state(fake) == "serving" and rank_pids(fake), "a gang runs", 30)
+        os.kill(ranks[0], signal.SIGKILL)
+        until(lambda p=ranks: not is_running(p[0]), "the rank is gone", 10)
+        until(lambda: state(fake) != "serving", "its death is noticed", 10)
+    until(lambda: (replica(fake) or before)["replica"] != before["replica"], "a new replica", 60)
+    assert complete(fake).status_code == 200
 
 
 def test_hung_rank_is_noticed_and_its_request_goes_on(fake):
