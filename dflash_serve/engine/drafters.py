@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dflash_serve.cache.paged import PagedKV
+from dflash_serve.kernels.pick import fuses
 from dflash_serve.models.decoder import DenseDecoder
 from dflash_serve.models.dflash import DFlashDraft
-from dflash_serve.models.layers import RowBatch
+from dflash_serve.models.layers import Head, RowBatch
 from dflash_serve.parallel.group import Group
-from dflash_serve.parallel.pick import RowSampling, pick
+from dflash_serve.parallel.pick import RowSampling, pick, pick_head
 
 __all__ = ["DFlashDrafter", "DecodeBlock", "Drafter", "head_rows"]
 
@@ -102,11 +103,18 @@ def head_rows(
     scale: float | Tensor = 1.0,
     truncate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Head product and pick of [R, H] rows, at most `limit` rows at once.
+    """Head product and pick of [R, H] rows.
+
+    On a GPU in one kernel where nothing truncates, else with the logits of at most `limit` rows
+    at once.
 
     Returns:
         ids [R] and faults [R], as `parallel.pick.pick`.
     """
+    weight = _plain_weight(target.head)
+    if weight is not None and not (truncate and sampling.truncates) and fuses(hidden, weight):
+        shard = target.head.shard
+        return pick_head(hidden, weight, sampling, shard, group, noise=noise, scale=scale)
     parts = []
     for first in range(0, hidden.shape[0], limit):
         some = slice(first, first + limit)
@@ -124,3 +132,12 @@ def head_rows(
     if len(parts) == 1:
         return parts[0]
     return torch.cat([ids for ids, _ in parts]), torch.cat([faults for _, faults in parts])
+
+
+def _plain_weight(head: Head) -> Tensor | None:
+    """The weight of a head whose logits are hidden @ weight.T and nothing more.
+
+    That is what `Head.apply` computes; None for a head with an `apply` of another class or of its
+    own.
+    """
+    return head.weight if getattr(head.apply, "__func__", None) is Head.apply else None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.backend import compiled
+from dflash_serve.kernels.linear import linear
 from dflash_serve.kernels.rows import RowSampling
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "KeptMask",
     "best",
     "best_keys",
+    "fuses",
+    "head_keys",
     "order_keys",
     "score_of",
     "score_order",
@@ -77,10 +80,7 @@ def best_keys(
         kept: what truncation leaves; None for everything.
     """
     if compiled(logits):
-        if noise is not None:
-            raise ConfigError(
-                "noise is a tensor; on a GPU it must be None, the kernel makes its own"
-            )
+        _refuse_noise(noise)
         from dflash_serve.kernels.gpu.pick import best_keys as triton_best_keys
 
         return triton_best_keys(logits, rows, first_id, valid, scale, kept)
@@ -92,6 +92,52 @@ def best_keys(
         return best(score, first_id)
     assert isinstance(kept, KeptMask)
     return best(score, first_id, kept.allowed).masked_fill(kept.broken, FAULT)
+
+
+def fuses(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether `head_keys` shall pick for rows [R, K] from a head [V, K], without logits."""
+    if not compiled(hidden):
+        return False
+    from dflash_serve.kernels.gpu import head_tiles
+
+    return head_tiles.fuses(weight.shape[0], weight.shape[1], hidden.shape[0], hidden.dtype)
+
+
+def head_keys(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: RowSampling | None,
+    first_id: int,
+    valid: int,
+    *,
+    scale: float | Tensor = 1.0,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """`best_keys` of the logits hidden @ weight.T: [R, K] by [≥ valid, K] → [R] int64.
+
+    On a GPU no logits are written, and up to `INVARIANT_ROWS` rows the keys are the same bit for
+    bit if `fuses` says yes.
+
+    Args:
+        hidden, weight: of one type, float32, bfloat16 or float16; to it the logits are rounded.
+        rows, first_id, scale, noise: see `best_keys`.
+        valid: rows of the weight from here on never win.
+
+    Raises:
+        ConfigError: on a GPU, other types, rows or a weight that are not dense, or noise.
+    """
+    if compiled(hidden):
+        _refuse_noise(noise)
+        from dflash_serve.kernels.gpu import head_pick
+
+        return head_pick.head_keys(hidden, weight, rows, first_id, valid, scale)
+    logits = linear(hidden, weight)
+    return best_keys(logits, rows, first_id, valid, scale=scale, noise=noise)
+
+
+def _refuse_noise(noise: Tensor | None) -> None:
+    if noise is not None:
+        raise ConfigError("noise is a tensor; on a GPU it must be None, the kernel makes its own")
 
 
 def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.noise import gumbel
-from dflash_serve.kernels.pick import Kept, best_keys, unpack
+from dflash_serve.kernels.pick import Kept, best_keys, head_keys, unpack
 from dflash_serve.kernels.rows import RowSampling
 from dflash_serve.kernels.truncate import DIGITS, search
 from dflash_serve.parallel.group import Group
 from dflash_serve.parallel.shard import VocabShard
 
-__all__ = ["RowSampling", "pick", "row_noise"]
+__all__ = ["RowSampling", "pick", "pick_head", "row_noise"]
 
 
 def row_noise(rows: RowSampling, shard: VocabShard) -> Tensor | None:
@@ -59,6 +59,30 @@ def pick(
     """
     kept = _kept(logits, rows, shard, group) if truncate and rows.truncates else None
     keys = best_keys(logits, rows, shard.first, shard.valid, scale=scale, noise=noise, kept=kept)
+    return unpack(group.maximum(keys))
+
+
+def pick_head(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: RowSampling,
+    shard: VocabShard,
+    group: Group,
+    *,
+    noise: Tensor | None,
+    scale: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`pick` without truncation among the logits hidden @ weight.T, which stay unwritten on a GPU.
+
+    Args:
+        hidden: [R, K].
+        weight: [shard.rows, K].
+        rows, shard, group, noise, scale: see `pick`.
+
+    Returns:
+        ids [R] int64 and faults [R] bool, as `pick`.
+    """
+    keys = head_keys(hidden, weight, rows, shard.first, shard.valid, scale=scale, noise=noise)
     return unpack(group.maximum(keys))
 
 
