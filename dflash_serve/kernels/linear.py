@@ -2,7 +2,7 @@
 
 On a GPU the gated activation and the residual add are part of the product as long as the rows are
 few: each would cost as much time as a small product on its own. A norm is a kernel, which may also
-do what is left of the product before it.
+do what is left of the product before it. A quantised weight takes its products to `kernels.fp8`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_serve.kernels import fp8
 from dflash_serve.kernels.backend import compiled
+from dflash_serve.kernels.fp8 import Fp8Weight
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu.linear_policy import set_row_invariant
 from dflash_serve.kernels.norm import add_norm, rms_norm
 
 __all__ = [
     "FEW_ROWS",
+    "Weight",
     "gated_linear",
     "linear",
     "linear_add",
@@ -27,17 +30,22 @@ __all__ = [
     "set_row_invariant",
 ]
 
+Weight = Tensor | Fp8Weight
+"""[N, K], of the activations' type or quantised."""
+
 FEW_ROWS = 32
 """Up to this many rows a float32 CPU product is bound by reading the weight."""
 
 
-def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T: [T, K] by [N, K] → [T, N], in x's type unless `out_dtype` is given.
 
     On CPU with few rows in float32 the product is taken as weight @ x.T with at least two
     columns: the library then streams the weight once at memory speed, where its usual form
     takes two to four times as long (measured by `dflash-serve bench step`).
     """
+    if isinstance(weight, Fp8Weight):
+        return fp8.linear(x, weight, out_dtype)
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -68,18 +76,20 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, consume: bool = F
     return residual.add_(out) if consume else residual + out
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """rms_norm(x) @ weight.T: [T, K] with norm weight [K] and [N, K] → [T, N]."""
     return linear(rms_norm(x, norm, eps), weight)
 
 
 def linear_add_norm(
-    x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, eps: float, *, consume: bool = False
+    x: Tensor, weight: Weight, residual: Tensor, norm: Tensor, eps: float, *, consume: bool = False
 ) -> tuple[Tensor, Tensor]:
     """s = residual + x @ weight.T and rms_norm(s): [T, K], [N, K], [T, N] and [N] → two [T, N].
 
     With `consume` s may take the memory of `residual`, whose contents are then gone.
     """
+    if isinstance(weight, Fp8Weight):
+        return fp8.linear_add_norm(x, weight, residual, norm, eps, consume=consume)
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -87,13 +97,15 @@ def linear_add_norm(
     return add_norm(linear(x, weight), residual, norm, eps, consume=consume)
 
 
-def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
+def gated_linear(x: Tensor, gate_up: Weight) -> Tensor:
     """silu(g) * u for the columns g, u, g, u, … of x @ gate_up.T: [T, K] → [T, I].
 
     Args:
         x: [T, K].
         gate_up: [2·I, K]; row 2·i is gate i, row 2·i + 1 up i.
     """
+    if isinstance(gate_up, Fp8Weight):
+        return fp8.gated_linear(x, gate_up)
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -101,6 +113,6 @@ def gated_linear(x: Tensor, gate_up: Tensor) -> Tensor:
     return silu_mul(linear(x, gate_up))
 
 
-def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """`gated_linear` of rms_norm(x), with the norm's weight [K]."""
     return gated_linear(rms_norm(x, norm, eps), gate_up)
