@@ -32,6 +32,8 @@ __all__ = ["EngineClient", "Executor", "Port"]
 logger = get_logger(__name__)
 _POLL_S = 0.2
 _CAUSE_GRACE_S = 0.5
+_WATCHDOG_GRACE_S = 1.0
+"""How much longer than the ranks' watchdogs, which know more, the front end waits."""
 
 
 class Port(Protocol):
@@ -56,6 +58,9 @@ class Executor(Protocol):
     def failure(self) -> str | None:
         """Why the gang is dead, or None while every rank lives."""
 
+    def end_stalled(self, symptom: str) -> str:
+        """End every rank, since no step completes; returns why, with the rank at fault."""
+
     def shutdown(self) -> None:
         """End every rank; idempotent."""
 
@@ -67,7 +72,8 @@ class EngineClient:
         executor: not yet started; this object starts it and shuts it down.
         start_timeout_s: seconds until rank 0 must have reported ready.
         hang_timeout_s: seconds without a report, while requests are in flight, after which
-            `check_health` fails.
+            `check_health` fails; the ranks' own watchdogs end the engine then, and a moment later
+            this object does.
 
     Raises:
         ConfigError: what rank 0 refused to load.
@@ -236,14 +242,31 @@ class EngineClient:
         raise EngineDeadError(f"the engine was not ready within {timeout_s:.0f} s")
 
     def _read_reports(self) -> None:
+        looked = time.monotonic()
         while not self._closing.is_set():
             report = self._port.receive(_POLL_S)
             if report is not None:
                 self._apply(report)
-            failure = self._executor.failure()
+            now = time.monotonic()
+            if now - looked > self._hang_timeout_s / 2:
+                self._last_progress = now  # this process was held up, and saw nothing meanwhile
+            looked = now
+            failure = self._executor.failure() or self._end_if_stalled()
             if failure is not None and not self._closing.is_set():
+                while (report := self._port.receive(0)) is not None:
+                    self._apply(report)
                 self._die(failure)
                 return
+
+    def _end_if_stalled(self) -> str | None:
+        """End an engine that does not report, rank 0 stopped included; returns why."""
+        limit, age = self._hang_timeout_s, self.step_age_s
+        if age <= limit + min(limit, _WATCHDOG_GRACE_S):
+            return None
+        return self._executor.end_stalled(
+            f"rank 0 has reported nothing for {age:.1f} s while {self.outstanding} requests are "
+            f"pending (limit {limit:g} s)"
+        )
 
     def _apply(self, report: Report) -> None:
         self._last_progress = time.monotonic()
@@ -262,6 +285,8 @@ class EngineClient:
 
     def _cause(self, fatal: str) -> str:
         """Why the engine died, given rank 0's last words: they may only echo another's death."""
+        if fatal.partition(":")[0] in errors.__all__:
+            return fatal
         deadline = time.monotonic() + _CAUSE_GRACE_S
         while (failure := self._executor.failure()) is None and time.monotonic() < deadline:
             self._closing.wait(0.01)

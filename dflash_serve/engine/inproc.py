@@ -8,7 +8,13 @@ from concurrent.futures import Future
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Report, Shutdown
-from dflash_serve.engine.rank import OnReady, load_sized_pair, serve_rank_zero, set_threads
+from dflash_serve.engine.rank import (
+    Links,
+    OnReady,
+    load_sized_pair,
+    serve_rank_zero,
+    set_threads,
+)
 from dflash_serve.engine.transport import QueueChannel
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Single
@@ -53,17 +59,27 @@ class InprocExecutor:
             return
         loaded.set_result(None)
         try:
-            serve_rank_zero(self._config, pair, self._channel.mailbox, on_ready=self._on_ready)
+            links = Links(self._channel.mailbox, on_trip=self._fail)
+            serve_rank_zero(self._config, pair, links, self._on_ready)
         except Exception as error:
             logger.exception("the engine loop failed")
-            self._failure = f"{type(error).__name__}: {error}"
-            self._channel.mailbox.send(Report(fatal=self._failure))
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._channel.mailbox.send(Report(fatal=self._failure))
 
     def failure(self) -> str | None:
+        return self._failure
+
+    def end_stalled(self, symptom: str) -> str:
+        """Give the engine up; its thread cannot be ended from outside and is left behind."""
+        self._failure = self._failure or symptom
         return self._failure
 
     def shutdown(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             self._channel.send([Shutdown()])
-            self._thread.join(timeout=30.0)
+            # A thread that no longer makes steps would not hear of it.
+            self._thread.join(timeout=30.0 if self._failure is None else 0.1)
         self._thread = None

@@ -6,10 +6,20 @@ import hashlib
 import time
 
 from dflash_serve.config import EngineConfig
-from dflash_serve.engine.messages import Abort, Command, Report, Shutdown, Submit
+from dflash_serve.engine.consensus import Ledger
+from dflash_serve.engine.guard import Guard
+from dflash_serve.engine.messages import (
+    Abort,
+    Command,
+    Report,
+    Shutdown,
+    Submit,
+    TokenEvent,
+)
 from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
-from dflash_serve.engine.transport import Mailbox, PlanReceiver, Plans
+from dflash_serve.engine.transport import EchoSender, Mailbox, PlanReceiver, Plans
+from dflash_serve.errors import ConsensusError
 from dflash_serve.model_config import read_config
 from dflash_serve.scheduler.limits import Limits
 from dflash_serve.scheduler.plan import StepPlan
@@ -18,6 +28,7 @@ from dflash_serve.scheduler.scheduler import Scheduler
 __all__ = ["EngineLoop", "follow", "limits_of"]
 
 _IDLE_WAIT_S = 0.5
+_ECHO_WAIT_S = 0.05
 
 
 class EngineLoop:
@@ -25,47 +36,60 @@ class EngineLoop:
 
     Args:
         scheduler: takes every decision.
-        runner: rank 0's own part of the work.
+        guard: rank 0's own part of the work.
         mailbox: the front end.
         plans: the followers.
+        ledger: holds what they must agree on first.
         overlap: launch a step before reading the results of the one ahead of it.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        guard: Guard,
         mailbox: Mailbox,
         plans: Plans,
+        ledger: Ledger,
         *,
         overlap: bool = False,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._guard = guard
         self._mailbox = mailbox
         self._plans = plans
+        self._ledger = ledger
         self._overlap = overlap
         self._pending: Pending | None = None
         self._stopping = False
         self._read = time.perf_counter()
 
     def run(self) -> None:
-        """Serve until a Shutdown command; then stop the followers."""
+        """Serve until a Shutdown command; then stop the followers.
+
+        Raises:
+            ConsensusError: a follower committed other tokens than this rank.
+        """
         while not self._stopping:
             self.step()
         self._plans.send(StepPlan(step=-1, stop=True))
 
     def step(self) -> None:
         """One turn: everything that arrived, at most one plan, at most one report."""
-        resting = self._scheduler.idle and self._pending is None
+        idle = self._scheduler.idle and self._pending is None
+        resting = idle and self._ledger.settled
+        if resting:
+            self._guard.pulse.rest()
+        else:
+            self._guard.pulse.work()
         commands = self._mailbox.receive(_IDLE_WAIT_S if resting else 0.0)
         for command in commands:
             self._obey(command)
         busy = self._overlapped_turn() if self._overlap else self._plain_turn()
-        if commands or busy:
-            self._mailbox.send(
-                Report(events=self._scheduler.take_events(), stats=self._scheduler.snapshot())
-            )
+        self._ledger.hold(self._scheduler.take_events())
+        # Only when nothing else is to be done is a follower's answer worth waiting for.
+        events = self._release(_ECHO_WAIT_S if idle and not commands else 0.0)
+        if commands or busy or events:
+            self._mailbox.send(Report(events=events, stats=self._scheduler.snapshot()))
 
     def _plain_turn(self) -> bool:
         """Launch a step and wait for it; returns whether there was one."""
@@ -85,22 +109,39 @@ class EngineLoop:
         """Plan a step and start it everywhere."""
         plan = self._scheduler.plan()
         if plan.empty:
+            if self._pending is not None:
+                self._plans.send(plan)  # so that followers read the step before, too
             return None
         if self._pending is None:
             self._read = time.perf_counter()
         self._plans.send(plan)
-        return self._runner.launch(plan)
+        return self._guard.launch(plan)
 
     def _commit(self, pending: Pending) -> None:
         """Wait for a step; it counts from the end of the step before, if there was one."""
-        self._scheduler.commit(pending.plan, pending.result())
+        result, echo = self._guard.settle(pending)
+        self._scheduler.commit(pending.plan, result)
+        self._ledger.note(echo)
         now = time.perf_counter()
-        stats, graphs = self._scheduler.stats, self._runner.graphs
+        runner = self._guard.runner
+        stats, graphs = self._scheduler.stats, runner.graphs
         stats.step_seconds += now - self._read
-        stats.eager_steps = self._runner.eager_steps
+        stats.eager_steps = runner.eager_steps
         if graphs is not None:
             stats.replayed_steps, stats.late_graphs = graphs.replays, graphs.late
         self._read = now
+
+    def _release(self, timeout_s: float) -> list[TokenEvent]:
+        """Events that every rank stands behind."""
+        stats = self._scheduler.stats
+        try:
+            return self._ledger.release(timeout_s)
+        except ConsensusError:
+            stats.consensus_mismatches += 1
+            self._mailbox.send(Report(stats=self._scheduler.snapshot()))
+            raise
+        finally:
+            stats.consensus_steps = self._ledger.agreed
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -112,14 +153,23 @@ class EngineLoop:
                 self._stopping = True
 
 
-def follow(runner: Runner, plans: PlanReceiver) -> None:
-    """Execute rank 0's plans until one says stop; results are rank 0's business."""
+def follow(guard: Guard, plans: PlanReceiver, echoes: EchoSender, *, overlap: bool) -> None:
+    """Execute rank 0's plans until one says stop, and tell it what each step committed.
+
+    Args:
+        overlap: read a step's results only once the next plan is there, and under way.
+    """
     ahead: Pending | None = None
-    while not (plan := plans.receive()).stop:
-        # Never more than a step ahead of the device: its buffers are used in turn.
-        ahead, before = runner.launch(plan), ahead
-        if before is not None:
-            before.result()
+    while True:
+        if ahead is None:
+            guard.pulse.rest()
+        plan = plans.receive()
+        if plan.stop:
+            return
+        launched = None if plan.empty else guard.launch(plan)
+        due, ahead = (ahead, launched) if overlap else (launched, None)
+        if due is not None:
+            echoes.send(guard.settle(due)[1])
 
 
 def limits_of(config: EngineConfig, runner: Runner) -> Limits:

@@ -110,6 +110,8 @@ class EngineStats(msgspec.Struct):
         late_graphs: steps captured while requests were waiting.
         policy: what the choice of the verify length rests on, where it is chosen per step.
         scale: the fit of the draft's scale, where there is one.
+        consensus_steps: steps on which several ranks agreed before their tokens were sent.
+        consensus_mismatches: steps on which they did not, which ends the engine.
     """
 
     steps: int = 0
@@ -132,6 +134,8 @@ class EngineStats(msgspec.Struct):
     late_graphs: int = 0
     policy: PolicyStats | None = None
     scale: ScaleStats | None = None
+    consensus_steps: int = 0
+    consensus_mismatches: int = 0
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

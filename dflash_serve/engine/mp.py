@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.pair import prepare
+from dflash_serve.engine.pulse import Board
 from dflash_serve.engine.rank import OnReady, RankSpec, rank_environment, run_rank
 from dflash_serve.engine.transport import ZmqPort
 from dflash_serve.errors import EngineDeadError
@@ -104,13 +105,36 @@ class MpExecutor:
 
     def failure(self) -> str | None:
         if self._failure is None:
-            codes = [(process.exitcode, rank) for rank, process in enumerate(self._processes)]
-            ended = [(code, rank) for code, rank in codes if code is not None]
-            if ended:
-                code, rank = min(ended)  # a signal's negative code explains the others' errors
-                self._failure = f"rank {rank} ended with exit code {code}"
+            self._failure = self._find_failure()
+            if self._failure is not None:
                 self._kill()
         return self._failure
+
+    def _find_failure(self) -> str | None:
+        """A rank killed by a signal explains everything else, and an alarm what follows it."""
+        assert self._run_dir is not None
+        board = Board(self._run_dir, self._config.tensor_parallel_size)
+        alarm = board.alarm()
+        if alarm is not None:
+            board.await_leaving(
+                lambda rank: self._processes[rank].exitcode is not None,
+                self._config.hang_timeout_s,
+            )
+        ended = sorted(
+            (process.exitcode, rank)
+            for rank, process in enumerate(self._processes)
+            if process.exitcode is not None
+        )
+        if ended and (ended[0][0] < 0 or alarm is None):
+            return f"rank {ended[0][1]} ended with exit code {ended[0][0]}"
+        return alarm
+
+    def end_stalled(self, symptom: str) -> str:
+        """Let every rank that can log its stacks and leave; kill the rest."""
+        assert self._run_dir is not None
+        board = Board(self._run_dir, self._config.tensor_parallel_size)
+        board.raise_alarm(f"{symptom}: {board.describe(self._config.hang_timeout_s)}")
+        return self.failure() or symptom
 
     def shutdown(self) -> None:
         for process in self._processes:

@@ -14,12 +14,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dflash_serve.config import EngineConfig
 from dflash_serve.cores import usable_cores
 from dflash_serve.engine.checks import resolve_device
+from dflash_serve.engine.consensus import Echoes, Ledger, NoEchoes
+from dflash_serve.engine.guard import Guard
 from dflash_serve.engine.loop import EngineLoop, follow, limits_of
 from dflash_serve.engine.messages import EngineInfo, Report
 from dflash_serve.engine.pair import Pair, load_pair
+from dflash_serve.engine.pulse import Board
 from dflash_serve.engine.runner import Runner
 from dflash_serve.engine.sizing import step_bytes
 from dflash_serve.engine.transport import (
+    EchoReceiver,
+    EchoSender,
     Mailbox,
     NoFollowers,
     PlanReceiver,
@@ -27,6 +32,7 @@ from dflash_serve.engine.transport import (
     PlanSender,
     ZmqMailbox,
 )
+from dflash_serve.engine.watchdog import leave
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Group, Single, connect
 from dflash_serve.scheduler.draft_scale import DraftScale
@@ -34,6 +40,7 @@ from dflash_serve.scheduler.scheduler import Scheduler
 from dflash_serve.scheduler.verify_length import CostTable, VerifyLengthPolicy, verify_ladder
 
 __all__ = [
+    "Links",
     "OnReady",
     "RankSpec",
     "load_sized_pair",
@@ -120,8 +127,7 @@ def run_rank(
         group = _join(spec, store)
         pair = load_sized_pair(spec.config, group)
         if mailbox is not None:
-            sender = PlanSender(spec.run_dir, spec.world_size)
-            serve_rank_zero(spec.config, pair, mailbox, sender, on_ready)
+            serve_rank_zero(spec.config, pair, _links(spec, mailbox), on_ready)
         else:
             _serve_follower(spec, pair, on_ready)
         group.close()
@@ -167,33 +173,74 @@ def log_progress(what: str, done: int, of: int) -> None:
         logger.info("%s: %d of %d tensors read", what, done, of)
 
 
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What rank 0 is connected to.
+
+    Attributes:
+        mailbox: the front end.
+        plans, echoes: the followers.
+        board: where ranks show signs of life; None for one that is a thread of its owner.
+        on_trip: called with the reason when the watchdog ends this rank.
+    """
+
+    mailbox: Mailbox
+    plans: Plans = dataclasses.field(default_factory=NoFollowers)
+    echoes: Echoes = dataclasses.field(default_factory=NoEchoes)
+    board: Board | None = None
+    on_trip: Callable[[str], None] = leave
+
+
+def _links(spec: RankSpec, mailbox: Mailbox) -> Links:
+    board = Board(spec.run_dir, spec.world_size)
+    if spec.world_size == 1:
+        return Links(mailbox, board=board)
+    plans = PlanSender(spec.run_dir, spec.world_size)
+    return Links(mailbox, plans, EchoReceiver(spec.run_dir), board)
+
+
 def serve_rank_zero(
-    config: EngineConfig,
-    pair: Pair,
-    mailbox: Mailbox,
-    plans: Plans | None = None,
-    on_ready: OnReady | None = None,
+    config: EngineConfig, pair: Pair, links: Links, on_ready: OnReady | None = None
 ) -> None:
-    """Build rank 0's loop, say that the engine is ready, and run it."""
-    plans = plans if plans is not None else NoFollowers()
+    """Build rank 0's loop, say that the engine is ready, and run it.
+
+    Raises:
+        ConsensusError: the ranks committed different tokens.
+    """
     runner, policy = _ready_runner(config, pair, on_ready)
     scale = DraftScale() if config.draft_scale == "auto" and pair.draft is not None else None
     scheduler = Scheduler(limits_of(config, runner), policy, scale)
-    mailbox.send(Report(info=_info(config, runner), stats=scheduler.snapshot()))
-    overlap = config.overlap if config.overlap is not None else pair.device.type == "cuda"
+    ledger = Ledger(links.echoes, pair.group.size - 1)
     try:
-        EngineLoop(scheduler, runner, mailbox, plans, overlap=overlap).run()
+        with Guard(runner, config.hang_timeout_s, links.board, links.on_trip) as guard:
+            links.mailbox.send(Report(info=_info(config, runner), stats=scheduler.snapshot()))
+            EngineLoop(
+                scheduler,
+                guard,
+                links.mailbox,
+                links.plans,
+                ledger,
+                overlap=_overlaps(config, pair),
+            ).run()
     finally:
-        plans.close()
+        links.plans.close()
+        links.echoes.close()
 
 
 def _serve_follower(spec: RankSpec, pair: Pair, on_ready: OnReady | None) -> None:
-    plans = PlanReceiver(spec.run_dir, spec.rank)
+    plans, echoes = PlanReceiver(spec.run_dir, spec.rank), EchoSender(spec.run_dir)
     runner, _ = _ready_runner(spec.config, pair, on_ready)
+    board = Board(spec.run_dir, spec.world_size)
     try:
-        follow(runner, plans)
+        with Guard(runner, spec.config.hang_timeout_s, board) as guard:
+            follow(guard, plans, echoes, overlap=_overlaps(spec.config, pair))
     finally:
         plans.close()
+        echoes.close()
+
+
+def _overlaps(config: EngineConfig, pair: Pair) -> bool:
+    return config.overlap if config.overlap is not None else pair.device.type == "cuda"
 
 
 def _ready_runner(

@@ -1,4 +1,4 @@
-"""Channels: front end ↔ rank 0 (commands, reports) and rank 0 → followers (plans).
+"""Channels: front end ↔ rank 0 (commands, reports) and rank 0 ↔ followers (plans, echoes).
 
 Between processes they are ZMQ sockets on ipc files in the engine's private run folder, carrying
 msgpack; within one process they are queues. Nothing here is pickled.
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from dflash_serve.engine.consensus import Echo
 from dflash_serve.engine.messages import (
     Command,
     Report,
@@ -22,6 +23,8 @@ from dflash_serve.engine.messages import (
 from dflash_serve.scheduler.plan import StepPlan
 
 __all__ = [
+    "EchoReceiver",
+    "EchoSender",
     "Mailbox",
     "NoFollowers",
     "PlanReceiver",
@@ -111,18 +114,18 @@ def _endpoint(run_dir: str, name: str) -> str:
 
 
 class _Socket:
-    """A ZMQ PAIR socket: one peer each side, unlimited queue, nothing lingers on close.
+    """A ZMQ socket for one direction: unlimited queue, nothing lingers on close.
 
-    The end that sends connects and the end that receives binds: a connecting socket queues what
-    it is given, while a binding one blocks as long as its peer is not there, or no longer.
+    PAIR, one peer each side, unless another kind is named. The end that sends connects and the
+    end that receives binds: a connecting socket queues what it is given, while a binding one
+    blocks as long as its peer is not there, or no longer.
     """
 
-    def __init__(self, endpoint: str, *, bind: bool) -> None:
+    def __init__(self, endpoint: str, *, bind: bool, kind: str = "PAIR") -> None:
         import zmq
 
-        self._zmq = zmq
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(getattr(zmq.SocketType, kind))
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -245,6 +248,39 @@ class PlanReceiver:
         data = self._socket.receive(None)
         assert data is not None, "a wait without limit ended without a message"
         return self._decoder.decode(data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class EchoSender:
+    """A follower's end of the channel on which it answers rank 0."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._socket = _Socket(_endpoint(run_dir, "echo"), bind=False, kind="PUSH")
+
+    def send(self, echo: Echo) -> None:
+        """Tell rank 0 what came of a step; never blocks."""
+        self._socket.send(msgspec.msgpack.encode(echo))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class EchoReceiver:
+    """Rank 0's end: one socket for all followers (an `Echoes`)."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._socket = _Socket(_endpoint(run_dir, "echo"), bind=True, kind="PULL")
+        self._decoder = msgspec.msgpack.Decoder(Echo)
+
+    def receive(self, timeout_s: float) -> list[Echo]:
+        found: list[Echo] = []
+        data = self._socket.receive(timeout_s)
+        while data is not None:
+            found.append(self._decoder.decode(data))
+            data = self._socket.receive(0)
+        return found
 
     def close(self) -> None:
         self._socket.close()

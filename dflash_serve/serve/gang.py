@@ -25,8 +25,9 @@ from dflash_serve.config import EngineConfig
 from dflash_serve.cores import usable_cores
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Command, Report
+from dflash_serve.engine.pulse import Board
 from dflash_serve.errors import DFlashError, EngineDeadError
-from dflash_serve.serve.processes import await_exit
+from dflash_serve.serve.processes import await_exit, is_running, kill
 from dflash_serve.serve.rundir import RunDir
 from dflash_serve.serve.settings import gpu_share
 
@@ -40,6 +41,8 @@ _WATCH_S = 1.0
 _CAUSE_GRACE_S = 0.3
 """After a rank failed in a collective, how long to wait for the rank that really caused it."""
 _EXIT_TIMEOUT_S = 10.0
+_STOPPED_TIMEOUT_S = 1.0
+"""How long a killed rank may take before the system kills it: a stopped one hears of nothing."""
 
 
 class RankPlace(NamedTuple):
@@ -149,6 +152,18 @@ class RayExecutor:
 
     def failure(self) -> str | None:
         """Why the gang is dead, or None. Reads a variable: the watch thread asks Ray."""
+        return self._failure
+
+    def end_stalled(self, symptom: str) -> str:
+        """Let every rank that can log its stacks and leave; kill the rest."""
+        board = self._board()
+        if board is None:
+            return self._failure or symptom
+        reason = f"{symptom}: {board.describe(self._config.hang_timeout_s)}"
+        reason = board.raise_alarm(reason)
+        self._await_leaving(board)
+        self._failure = self._failure or reason
+        self._kill_ranks()
         return self._failure
 
     def explain(self, symptom: str) -> str:
@@ -264,23 +279,41 @@ class RayExecutor:
                 self._kill_ranks()
                 return
 
+    def _board(self) -> Board | None:
+        if self._run_dir is None:
+            return None
+        return Board(str(self._run_dir.path), self._config.tensor_parallel_size)
+
+    def _await_leaving(self, board: Board) -> None:
+        """Give the ranks that still can the time to log where they stand."""
+        pids = [place.pid for place in self.places]
+        board.await_leaving(lambda rank: not is_running(pids[rank]), self._config.hang_timeout_s)
+
     def _cause(self) -> str:
         """Text of the failure that explains the others best."""
+        board = self._board()
+        alarm = None if board is None else board.alarm()
+        if board is not None and alarm is not None:
+            self._await_leaving(board)
         deadline = time.monotonic() + _CAUSE_GRACE_S
         while True:
             ends = self._ends()
-            if ends[0][0] == 0 or time.monotonic() > deadline:
+            if ends[0][0] == 0:
                 return ends[0][1]
+            if time.monotonic() > deadline:
+                return alarm or ends[0][1]
             time.sleep(0.02)
 
     def _ends(self) -> list[tuple[int, str]]:
         """(weight, text) per ended rank; the lowest weight is the likeliest cause."""
         done, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=0)
+        board = self._board()
         ends = []
         for rank, ref in enumerate(self._runs):
             if ref in done:
                 error = _error_of(ref)
-                ends.append((_weight(error), describe_death(rank, error)))
+                left = board is not None and board.has_left(rank)
+                ends.append((2 if left else _weight(error), describe_death(rank, error)))
         return sorted(ends)
 
     def _kill_ranks(self) -> None:
@@ -293,7 +326,10 @@ class RayExecutor:
     def _await_exit(self) -> None:
         """Ray answers a kill before the process is gone; memory is free only after."""
         here = ray.get_runtime_context().get_node_id()
-        left = await_exit((p.pid for p in self.places if p.node_id == here), _EXIT_TIMEOUT_S)
+        pids = [p.pid for p in self.places if p.node_id == here]
+        # Ray asks the process itself to end, which a stopped one cannot do.
+        kill(await_exit(pids, _STOPPED_TIMEOUT_S))
+        left = await_exit(pids, _EXIT_TIMEOUT_S)
         if left:
             logger.warning("rank processes %s outlived their kill", sorted(left))
 

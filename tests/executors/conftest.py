@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,12 @@ def config(pair: TinyPair) -> EngineConfig:
     return EngineConfig(
         target=pair.target, draft=pair.draft, device="cpu", max_model_len=256, max_running=4
     )
+
+
+@pytest.fixture
+def two_ranks(config: EngineConfig) -> EngineConfig:
+    """Two ranks as child processes."""
+    return dataclasses.replace(config, executor="mp", tensor_parallel_size=2)
 
 
 @pytest.fixture

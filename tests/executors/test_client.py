@@ -14,6 +14,7 @@ import pytest
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.drafters import DecodeBlock, DFlashDrafter
+from dflash_serve.engine.inproc import InprocExecutor
 from dflash_serve.engine.messages import Submit, TokenEvent
 from dflash_serve.engine.rank import OnReady
 from dflash_serve.engine.readback import Pending
@@ -144,28 +145,54 @@ def test_a_request_id_in_flight_is_refused_and_the_first_goes_on(config: EngineC
         assert len(results[0]) == 6
 
 
-def test_a_loop_that_stands_still_is_unhealthy_and_recovers(config: EngineConfig) -> None:
+def test_a_step_that_never_returns_ends_the_engine_with_its_stacks(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     gate = Gate(opened=True)
-    short = dataclasses.replace(config, hang_timeout_s=0.3)
-    with running(short, gate.install) as engine:
+    with running(dataclasses.replace(config, hang_timeout_s=0.3), gate.install) as engine:
         engine.check_health()
         gate.opened.clear()
-        thread = threading.Thread(target=lambda: engine.collect(requests([PROMPT])))
-        thread.start()
-        gate.reached.wait()
-        until(lambda: engine.step_age_s > 0.3)
-        with pytest.raises(EngineStalledError, match=r"1 requests are pending.*0\.3 s"):
+        text = r"no step has completed for 0\.\d s \(limit 0\.3 s\): rank 0 has been in step 0 for"
+        with pytest.raises(EngineDeadError, match=text):
+            engine.collect(requests([PROMPT]))
+        with pytest.raises(EngineDeadError, match=text):
             engine.check_health()
         gate.opened.set()
+    until(lambda: not [t for t in threading.enumerate() if t.name == "engine-loop"])
+    assert "wait_and_launch" in caplog.text
+
+
+def test_a_front_end_without_reports_is_unhealthy_and_then_ends_the_engine(
+    config: EngineConfig,
+) -> None:
+    gate = Gate(opened=True)
+    engine = EngineClient(InprocExecutor(config, gate.install), hang_timeout_s=0.5)
+    try:
+        gate.opened.clear()
+        thread = threading.Thread(target=lambda: gate.reached.wait() and end.append(health()))
+
+        def health() -> str:
+            until(lambda: engine.step_age_s > 0.5)
+            with pytest.raises((EngineStalledError, EngineDeadError), match=r"0\.5 s") as caught:
+                engine.check_health()
+            return str(caught.value)
+
+        end: list[str] = []
+        thread.start()
+        with pytest.raises(EngineDeadError, match=r"rank 0 has reported nothing for .* 1 requests"):
+            engine.collect(requests([PROMPT]))
         thread.join()
-        engine.check_health()
-        assert engine.step_age_s == 0.0
+        assert end
+        gate.opened.set()
+    finally:
+        engine.shutdown()
+    until(lambda: not [t for t in threading.enumerate() if t.name == "engine-loop"])
 
 
 def test_an_idle_engine_is_healthy_however_long_nothing_happens(config: EngineConfig) -> None:
-    with running(dataclasses.replace(config, hang_timeout_s=0.05)) as engine:
+    with running(dataclasses.replace(config, hang_timeout_s=0.5)) as engine:
         engine.collect(requests([PROMPT], max_tokens=3))
-        silence_ends = time.monotonic() + 0.2
+        silence_ends = time.monotonic() + 1.5
         until(lambda: time.monotonic() > silence_ends)
         engine.check_health()
 

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,45 +22,11 @@ from dflash_serve.engine.messages import Submit
 from dflash_serve.engine.mp import MpExecutor
 from dflash_serve.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
 from tests.engines import ids_of, requests, run, start
+from tests.executors.ranks import cpu_seconds, gone, outcome_of, rank_pids
 from tests.executors.waiting import until
 from tests.tiny import TinyPair, make_target
 
 PROMPTS = [[5, 6, 7, 8], [20] * 11]
-
-
-@pytest.fixture
-def two_ranks(config: EngineConfig) -> EngineConfig:
-    return dataclasses.replace(config, executor="mp", tensor_parallel_size=2)
-
-
-def rank_pids() -> dict[int, int]:
-    """Process ids of this process's children, oldest first."""
-    children = sorted(multiprocessing.active_children(), key=lambda p: p.name.zfill(40))
-    return {rank: child.pid for rank, child in enumerate(children) if child.pid is not None}
-
-
-def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def outcome_of(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Run a call in a thread; the list receives the engine's error when it ends with one."""
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            call()
-        except EngineDeadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    return thread, errors
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["rank0", "rank1"])

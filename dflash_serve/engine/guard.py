@@ -1,0 +1,71 @@
+"""What surrounds the steps of a rank, the same on rank 0 and on followers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from dflash_serve.engine.consensus import Echo, checksum
+from dflash_serve.engine.pulse import Board, Pulse
+from dflash_serve.engine.readback import Pending
+from dflash_serve.engine.runner import Runner
+from dflash_serve.engine.watchdog import Watchdog, leave
+from dflash_serve.scheduler.plan import StepPlan, StepResult
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Launches and reads back a rank's steps under its watchdog; a context manager.
+
+    Args:
+        hang_timeout_s: age of the last completed step, while work is pending, that ends the rank.
+        board: see `Watchdog`.
+        on_trip: what ends the rank; the default ends the process.
+
+    Attributes:
+        pulse: to be told when the loop rests.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        hang_timeout_s: float,
+        board: Board | None = None,
+        on_trip: Callable[[str], None] = leave,
+    ) -> None:
+        self.runner = runner
+        self.pulse = Pulse()
+        self._rank = runner.pair.group.rank
+        self._watchdog = Watchdog(
+            self.pulse,
+            hang_timeout_s,
+            rank=self._rank,
+            board=board,
+            record=lambda reason: None,
+            on_trip=on_trip,
+        )
+
+    def __enter__(self) -> Guard:
+        self._watchdog.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watchdog.__exit__(kind, error, trace)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Queue a plan on the device."""
+        self.pulse.begin(plan.step)
+        return self.runner.launch(plan)
+
+    def settle(self, pending: Pending) -> tuple[StepResult, Echo]:
+        """Wait for a step; returns its outcome and what rank 0 is to hear of it."""
+        result = pending.result()
+        echo = Echo(self._rank, pending.plan.step, checksum(pending.plan.step, result))
+        self.pulse.complete(pending.plan.step)
+        return result, echo
