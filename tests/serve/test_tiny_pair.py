@@ -13,7 +13,9 @@ import yaml
 from ray import serve
 
 from dflash_serve.config import EngineConfig
+from dflash_serve.serve.app import build_app
 from dflash_serve.serve.processes import is_running
+from dflash_serve.serve.settings import ServeSettings
 from dflash_serve.serve.validate import BUILDER, validate_config
 from tests.engines import requests, run
 from tests.tiny import VOCAB, make_pair
@@ -155,29 +157,62 @@ def streamed(stream):
     return answer.text, answer.token_ids, answer.finish_reason, usage
 
 
-def run_and_kill(url, bodies, victim):
-    """Every body streamed and one not; `victim` dies in the middle. Returns the outcomes."""
+def run_and_kill(url, bodies, find_victim):
+    """Every body streamed and one not; a process dies in the middle. Returns the outcomes."""
     options = {"stream_options": {"include_usage": True}}
     with ThreadPoolExecutor() as pool:
         streams = [StreamReader(url, body_ | options) for body_ in bodies]
         plain = pool.submit(ask, url, bodies[1])
         for stream in streams:
             until(lambda s=stream: s.lines_read > 10, "the stream is under way", 60)
-        os.kill(victim, signal.SIGKILL)
+        os.kill(find_victim(), signal.SIGKILL)
         assert all(stream.is_alive() for stream in streams), "over before the kill"
         return [streamed(stream) for stream in streams], outcome(plain.result())
 
 
-def test_killed_rank_costs_the_clients_nothing(url, ray_cluster):
-    groups = placement_groups(ray_cluster)
+@pytest.fixture(scope="module")
+def undisturbed(url):
+    """Requests, and what they bring when nothing happens."""
     bodies = clients(url)
     with ThreadPoolExecutor() as pool:
         expected = [outcome(answer) for answer in pool.map(lambda b: ask(url, b), bodies)]
     assert expected[2][2] == "stop"
-    before = replica(url)
-    ranks = [rank["pid"] for rank in before["config"]["ranks"]]
-    found, plain = run_and_kill(url, bodies, ranks[1])
+    return bodies, expected
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_killed_rank_costs_the_clients_nothing(url, ray_cluster, undisturbed, victim):
+    groups = placement_groups(ray_cluster)
+    bodies, expected = undisturbed
+    before = replica(url)["config"]
+    ranks = [rank["pid"] for rank in before["ranks"]]
+    found, plain = run_and_kill(url, bodies, lambda: ranks[victim])
     assert found == expected
     assert plain == expected[1]
     assert not any(is_running(pid) for pid in ranks)
-    until(lambda: placement_groups(ray_cluster) == groups, "one placement group", 10)
+    assert replica(url)["config"]["pid"] == before["pid"], "another replica"
+    assert placement_groups(ray_cluster) == groups
+
+
+def busy_replica(url):
+    """The process of the replica that works on most requests."""
+    replicas = httpx.get(f"{url}/server_info", timeout=30).json()["replicas"]
+    assert len(replicas) == 2
+    return max(replicas, key=lambda r: r["outstanding"])["config"]["pid"]
+
+
+def test_killed_replica_costs_the_clients_nothing(url, pair, undisturbed):
+    bodies, expected = undisturbed
+    settings = ServeSettings(
+        model="tiny",
+        engine={"target": pair.target, "draft": pair.draft, "device": "cpu", "threads": 1},
+        replicas=2,
+        rank_cpus=0.5,
+        graceful_shutdown_timeout_s=2,
+    )
+    serve.run(build_app(settings), name="two", route_prefix="/two")
+    two = f"{url}/two"
+    found, plain = run_and_kill(two, bodies, lambda: busy_replica(two))
+    assert found == expected
+    assert plain == expected[1]
+    serve.delete("two")
