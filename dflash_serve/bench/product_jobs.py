@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from dflash_serve.bench.product_tiles import decode_tiles, large_tiles
-from dflash_serve.kernels.gpu.tiles import Tile, row_bucket
+from dflash_serve.bench.product_tiles import decode_tiles, gated_tiles, large_tiles
+from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, Tile, row_bucket
 
 __all__ = ["SHAPES", "TOYS", "Job", "Shape", "jobs_of"]
 
@@ -51,18 +51,21 @@ class Job:
     """One measurement; without a tile, the library's.
 
     Attributes:
-        large: of the products of many rows; a gated one is activated in a kernel after it.
+        large: of the products of many rows, without the norm before them.
+        fused: of those, activated inside; a gated one is otherwise activated in a kernel after it.
     """
 
     shape: Shape
     rows: int
     tile: Tile | None
     large: bool = False
+    fused: bool = False
 
     @property
     def activated(self) -> bool:
         """Whether a kernel after our own product activates it."""
-        return self.shape.kind == "gated" and self.large and self.tile is not None
+        gated = self.shape.kind == "gated" and self.large
+        return gated and self.tile is not None and not self.fused
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -80,7 +83,10 @@ class Job:
         """The variant in a few characters."""
         if self.tile is None:
             return "library"
-        return ",".join(str(n) for n in self.numbers) + (" + silu" if self.activated else "")
+        apart = dataclasses.replace(self, tile=dataclasses.replace(self.tile, joint=False))
+        numbers = ",".join(str(n) for n in apart.numbers)
+        after = " + silu" if self.activated else " fused" if self.fused else ""
+        return numbers + after + (" joint" if self.tile.joint else "")
 
 
 def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool) -> list[Job]:
@@ -96,24 +102,23 @@ def jobs_of(part: str, shapes: Iterable[Shape], counts: Iterable[int], toy: bool
             for shape in some
             for job in _large_jobs(shape, rows, toy)
         ]
-    return [
-        Job(shape, rows, tile)
-        for rows in counts
-        for shape in shapes
-        for tile in (
-            None,
-            *decode_tiles(
-                row_bucket(rows),
-                shape.columns,
-                shape.depth,
-                gated=shape.kind == "gated",
-                toy=toy,
-            ),
-        )
-    ]
+    return [job for rows in counts for shape in shapes for job in _few_jobs(shape, rows, toy)]
+
+
+def _few_jobs(shape: Shape, rows: int, toy: bool) -> list[Job]:
+    """The library's and every tile's of few rows."""
+    gated = shape.kind == "gated"
+    tiles = decode_tiles(row_bucket(rows), shape.columns, shape.depth, gated=gated, toy=toy)
+    return [Job(shape, rows, tile) for tile in (None, *tiles)]
 
 
 def _large_jobs(shape: Shape, rows: int, toy: bool) -> list[Job]:
-    """The library's and every tile's."""
+    """The library's and every tile's; of few rows those that decoding takes."""
+    if rows <= INVARIANT_ROWS and not toy:
+        return _few_jobs(shape, rows, toy)
     tiles = large_tiles(shape.columns, shape.depth, rows, toy=toy)
-    return [Job(shape, rows, tile, large=True) for tile in (None, *tiles)]
+    jobs = [Job(shape, rows, tile, large=True) for tile in (None, *tiles)]
+    if shape.kind == "gated":
+        inside = gated_tiles(shape.columns, shape.depth, rows, toy=toy)
+        jobs += [Job(shape, rows, tile, large=True, fused=True) for tile in inside]
+    return jobs

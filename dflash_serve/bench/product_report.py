@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from dflash_serve.bench.product_jobs import Job
+from dflash_serve.bench.product_jobs import Job, Shape
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, ROW_BUCKETS
 
 __all__ = ["Result", "best_parts", "large_summary", "large_table", "report", "summary", "table"]
@@ -24,7 +24,9 @@ class Result:
     job: Job
     ms: float
     right: bool = True
-    """Equal to the float32 product within rounding, where that was asked."""
+    """Equal to the float32 product within rounding."""
+    spread: float = 1.0
+    """The slowest replay by the fastest one."""
 
     @property
     def bytes_moved(self) -> int:
@@ -61,8 +63,10 @@ class Result:
             "tile": None if job.tile is None else dataclasses.astuple(job.tile),
             "parts": _parts(self),
             "large": job.large,
+            "fused": job.fused,
             "us": self.ms * 1e3,
             "right": self.right,
+            "spread": self.spread,
             "tb_s": self.bandwidth / 1e12,
             "tflop_s": self.flops / 1e12,
         }
@@ -131,43 +135,59 @@ def chosen_times(results: list[Result]) -> dict[tuple[str, int], tuple[float, fl
     return found
 
 
-def _large_pairs(results: list[Result]) -> list[tuple[Result | None, Result | None]]:
-    """The library's figure and the best right one of our own, by shape and row count."""
-    found: dict[tuple[str, int], tuple[Result | None, Result | None]] = {}
+def _kind(result: Result) -> str:
+    """Which of the ways to do a product of many rows it is; of few, which way to sum."""
+    job = result.job
+    if job.tile is None:
+        return "library"
+    return "fused" if job.fused else "joint" if job.tile.joint else "own"
+
+
+def _kinds(results: list[Result]) -> dict[tuple[Shape, int], dict[str, Result]]:
+    """The best right figure of each kind, by shape and row count."""
+    found: dict[tuple[Shape, int], dict[str, Result]] = {}
     for result in results:
-        key = result.job.shape.name, result.job.rows
-        library, own = found.get(key, (None, None))
-        if result.job.tile is None:
-            library = result
-        elif result.right and (own is None or result.ms < own.ms):
-            own = result
-        found[key] = library, own
-    return list(found.values())
+        best = found.setdefault((result.job.shape, result.job.rows), {})
+        kind = _kind(result)
+        if kind == "library" or (result.right and (kind not in best or result.ms < best[kind].ms)):
+            best[kind] = result
+    return found
 
 
 def large_summary(results: list[Result]) -> str:
-    """A line for each shape and row count: the library, the best tile, how they compare."""
+    """A line for each shape, row count and kind: the library, the best tile, how they compare."""
     lines = ["shape      rows  library us      own us  own/library  TFLOP/s  tile"]
-    for library, own in _large_pairs(results):
-        if library is None or own is None:
+    for (shape, rows), best in _kinds(results).items():
+        library = best.pop("library", None)
+        if library is None:
             continue
-        lines.append(
-            f"{own.job.shape.name:9} {own.job.rows:5} {library.ms * 1e3:11.1f} {own.ms * 1e3:11.1f}"
-            f" {own.ms / library.ms:12.3f} {own.flops / 1e12:8.0f}  {own.job.label}"
-        )
+        for own in best.values():
+            lines.append(
+                f"{shape.name:9} {rows:5} {library.ms * 1e3:11.1f} {own.ms * 1e3:11.1f}"
+                f" {own.ms / library.ms:12.3f} {own.flops / 1e12:8.0f}  {own.job.label}"
+            )
     return "\n".join(lines)
 
 
 def large_table(results: list[Result]) -> str:
-    """Tiles that clearly beat the library, as text for `gpu/tiles.py`."""
-    entries: dict[str, list[str]] = {}
-    for library, own in _large_pairs(results):
-        if library is None or own is None or own.ms > _CLEARLY * library.ms:
+    """Tiles that clearly beat every other kind, as text for `gpu/tiles.py`."""
+    entries: dict[str, dict[str, list[str]]] = {"own": {}, "fused": {}}
+    for (shape, rows), best in _kinds(results).items():
+        if "library" not in best:
             continue
-        key = f"({own.job.shape.columns}, {own.job.shape.depth})"
-        entries.setdefault(key, []).append(f"{own.job.rows}: {own.job.numbers}")
-    inner = [f"    {key}: {{{', '.join(tiles)}}}," for key, tiles in entries.items()]
-    return "\n".join(["MANY_TILES = _measured({", *inner, "})"])
+        key = f"({shape.columns}, {shape.depth})"
+        # What runs where nothing is activated inside, too.
+        others = {"own": ("library",), "fused": ("library", "own")}
+        for kind, rivals in others.items():
+            least = min(best[rival].ms for rival in rivals if rival in best)
+            if kind in best and best[kind].ms <= _CLEARLY * least:
+                tiles = entries[kind].setdefault(key, [])
+                tiles.append(f"{rows}: {best[kind].job.numbers}")
+    lines = []
+    for title, kind in (("MANY_TILES", "own"), ("MANY_GATED", "fused")):
+        inner = [f"    {key}: {{{', '.join(tiles)}}}," for key, tiles in entries[kind].items()]
+        lines += [f"{title} = _measured({{", *inner, "})"]
+    return "\n".join(lines)
 
 
 def summary(results: list[Result]) -> str:

@@ -16,7 +16,7 @@ from dflash_serve.kernels.gpu.tiles import (
     tile_for,
 )
 
-__all__ = ["clocks", "decode_tiles", "large_tiles"]
+__all__ = ["clocks", "decode_tiles", "gated_tiles", "large_tiles"]
 
 _Tried = dict[int, tuple[tuple[Any, ...], ...]]
 
@@ -94,6 +94,34 @@ _GATED: _Tried = {
         (128, 64, 64, 8, 3, 1, "copy"),
     ),
 }
+# Gate and up as one product, of twice the columns; the table's tile is tried so too.
+_JOINT: _Tried = {
+    16: (
+        (16, 64, 128, 4, 4),
+        (16, 64, 128, 4, 5),
+        (16, 64, 128, 4, 6, 1, "copy"),
+        (16, 128, 128, 4, 4, 1, "copy"),
+        (16, 128, 64, 4, 5),
+    ),
+    32: (
+        (32, 64, 128, 4, 5),
+        (32, 64, 128, 4, 5, 1, "copy"),
+        (32, 128, 64, 4, 5),
+        (32, 128, 128, 4, 4, 1, "copy"),
+    ),
+    64: (
+        (64, 128, 64, 4, 6, 1, "copy"),
+        (64, 128, 128, 4, 4, 1, "copy"),
+        (64, 256, 64, 4, 5, 1, "copy"),
+        (64, 256, 64, 8, 5, 1, "copy"),
+    ),
+    128: (
+        (128, 256, 64, 8, 3, 1, "copy"),
+        (128, 128, 64, 8, 6, 1, "copy"),
+        (128, 128, 64, 4, 6, 1, "copy"),
+        (128, 128, 128, 8, 3, 1, "copy"),
+    ),
+}
 # (rows, columns, depth, warps, most stages, parts, mode); stages as shared memory allows.
 _LARGE: tuple[tuple[Any, ...], ...] = (
     (128, 256, 64, 8, 4),
@@ -106,6 +134,16 @@ _LARGE: tuple[tuple[Any, ...], ...] = (
     (128, 256, 64, 8, 4, 3, "spread"),
     (128, 256, 64, 8, 4, 4, "spread"),
 )
+_LARGE_GATED: tuple[tuple[Any, ...], ...] = (
+    (128, 256, 64, 8, 4),
+    (128, 256, 64, 8, 3),
+    (256, 128, 64, 8, 4),
+    (64, 256, 64, 4, 5),
+    (64, 256, 64, 8, 5),
+    (128, 128, 64, 8, 6),
+    (128, 128, 64, 4, 6),
+)
+_GROUPS = (2, 4, 16)
 _TRIED_LARGE = 4
 
 # One H200: multiplications of a processor in a clock, as far as power allows, and bytes that all
@@ -126,11 +164,15 @@ def decode_tiles(
             Tile(16, 32, 16, 4, 2),
             Tile(16, 32, 16, 4, 2, 1, "copy"),
             Tile(16, 32, 16, 4, 2, 2, "spread"),
+            *([Tile(16, 32, 16, 4, 2, joint=True)] if gated else []),
         ]
     tried = _GATED if gated else _WIDE if columns >= _MANY_COLUMNS else _PLAIN
     now = tile_for(columns, depth, bucket, torch.bfloat16, gated=gated)
-    found = [Tile(*values) for values in tried[bucket]]
-    return [now, *(tile for tile in found if tile != now)]
+    found = [now, *(Tile(*values) for values in tried[bucket])]
+    if gated:
+        found.append(now.joined())
+        found += [dataclasses.replace(Tile(*values), joint=True) for values in _JOINT[bucket]]
+    return list(dict.fromkeys(found))
 
 
 def clocks(tile: Tile, columns: int, depth: int, rows: int) -> float:
@@ -162,6 +204,24 @@ def large_tiles(columns: int, depth: int, rows: int, *, toy: bool = False) -> li
         found += [dataclasses.replace(plain, group=group) for group in (4, 16)]
     now = large_tile(columns, depth, rows, torch.bfloat16)
     return found if now is None or now in found else [now, *found]
+
+
+def gated_tiles(columns: int, depth: int, rows: int, *, toy: bool = False) -> list[Tile]:
+    """Tiles of a product of many rows that activates inside: that of the table, and others.
+
+    The first of them with every group of row tiles that makes a difference.
+    """
+    if toy:
+        return [Tile(16, 32, 32, 4, 2), Tile(16, 64, 32, 4, 2, group=2)]
+    found = [Tile(*values) for values in _LARGE_GATED]
+    row_tiles = math.ceil(rows / found[0].rows)
+    found += [
+        dataclasses.replace(found[0], group=group)
+        for group in _GROUPS
+        if min(group, row_tiles) != min(found[0].group, row_tiles)
+    ]
+    now = large_tile(columns, depth, rows, torch.bfloat16, gated=True)
+    return found if now is None else list(dict.fromkeys([now, *found]))
 
 
 def _fitted(tile: Tile) -> Tile:

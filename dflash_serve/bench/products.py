@@ -1,13 +1,15 @@
 """Times the matrix products of a Qwen3-8B DFlash step with many tiles: a table for `gpu/tiles.py`.
 
     python -m dflash_serve.bench.products --part decode --output products.json
+    python -m dflash_serve.bench.products --part large --shapes gate_up --rows 64 512 2048
 
-Parts: the product of few rows (decode) and of many (large), and how the library's products of many
-rows look in a captured graph (library), to be run with CUBLAS_WORKSPACE_CONFIG set this way and
-that.
+Parts: the product of few rows (decode), of any number (large; without the norm before more than
+128), and how the library's products of many rows look in a captured graph (library), to be run
+with CUBLAS_WORKSPACE_CONFIG set this way and that.
 
 Every figure is the median over replays of one CUDA graph that multiplies by every layer's weight
-in turn, all of them resident: no weight is still in L2 when its turn comes again.
+in turn, all of them resident: no weight is still in L2 when its turn comes again. The variants of a
+product take turns, and the result of each is compared with the product in float32.
 """
 
 from __future__ import annotations
@@ -38,16 +40,16 @@ from dflash_serve.bench.product_report import (
     summary,
     table,
 )
+from dflash_serve.bench.product_timing import captured, take_turns
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear as few
 from dflash_serve.kernels.gpu import linear_large as many
 from dflash_serve.kernels.gpu.norm import rms_norm
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS
 
-__all__ = ["Inputs", "compile_ahead", "main", "measure", "milliseconds", "random_weights"]
+__all__ = ["Inputs", "compile_ahead", "main", "measure", "random_weights"]
 
 _EPS = 1e-6
-_REPLAYS = 12
 _USUAL_ROWS = {
     "decode": (128, 16, 64, 32),
     "large": (512, 2048, 256, 384, 1024, 8192, 192, 768, 1536),
@@ -82,6 +84,8 @@ def run_job(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
         return _library(job, inputs, weight)
     residual = inputs.residual if kind == "add" else None
     out_dtype = torch.float32 if kind == "head" else None
+    if job.fused:
+        return many.product(x, weight, tile, gated=True)
     if job.large:
         product = many.product if tile.mode == "" else few.product
         out = product(x, weight, tile, residual=residual, out_dtype=out_dtype)
@@ -116,7 +120,10 @@ def _expected(job: Job, inputs: Inputs, weight: Tensor) -> Tensor:
     """Some rows of the result in float32, rounded to the rows' type where it is."""
     some = _sample(job.rows, inputs.x.device.type)
     dtype = inputs.x.dtype
-    out = inputs.x[some].float() @ weight.float().T
+    x = inputs.x[some]
+    if job.shape.kind in ("norm", "gated") and not job.large:
+        x = rms_norm(x, inputs.norm, _EPS)
+    out = x.float() @ weight.float().T
     if job.shape.kind == "gated":
         out = out.to(dtype).float()
         return F.silu(out[:, 0::2]).to(dtype).float() * out[:, 1::2]
@@ -128,30 +135,6 @@ def _close(out: Tensor, expected: Tensor) -> bool:
     found = out[_sample(out.shape[0], out.device.type)].float()
     bound = 1e-4 if out.dtype == torch.float32 and not out.is_cuda else 4e-2
     return bool(((found - expected).abs() <= bound * (1 + expected.abs())).all())
-
-
-def milliseconds(work: Callable[[], object], device: str) -> float:
-    """Median time of `work`, replayed as one CUDA graph; on a CPU, of one plain call."""
-    work()
-    if device != "cuda":
-        began = time.perf_counter()
-        work()
-        return (time.perf_counter() - began) * 1e3
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    events = range(_REPLAYS + 1)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in events]  # type: ignore[no-untyped-call]
-    for _ in range(2):
-        graph.replay()
-    for mark in marks[:-1]:
-        mark.record()
-        graph.replay()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    times: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    return statistics.median(times)
 
 
 # -- compiling ahead ----------------------------------------------------------------------------
@@ -205,40 +188,49 @@ def measure(
     """Time the jobs until the deadline; what fails is named and left out."""
     weights: dict[str, list[Tensor]] = {}
     results: list[Result] = []
-    last: tuple[Shape, int] | None = None
-    expected: Tensor | None = None  # of the shape and row count that came last
-    for number, job in enumerate(jobs):
+    begun = 0
+    for (shape, _), group in itertools.groupby(jobs, lambda job: (job.shape, job.rows)):
         if time.monotonic() > deadline:
-            print(f"out of time: {len(jobs) - number} of {len(jobs)} variants were not measured")
+            print(f"out of time: {len(jobs) - begun} of {len(jobs)} variants were not measured")
             break
-        if job.tile is not None and _kernel_key(job) in failed:
-            continue
-        name = job.shape.name
-        if name not in weights:
-            weights[name] = random_weights(job.shape, device)
-        mine = weights[name]
-        if job.large:
-            mine = mine[: 4 if job.rows > 2048 else 10]
-            if last is None or (last[0].name, last[1]) != (name, job.rows):
-                inputs = Inputs(job.shape, job.rows, device)
-                expected = _expected(job, inputs, mine[0])
-                last = job.shape, job.rows
-        else:
-            inputs = Inputs(job.shape, job.rows, device)
+        mine = list(group)
+        begun += len(mine)
+        if shape.name not in weights:
+            weights[shape.name] = random_weights(shape, device)
+        usable = [job for job in mine if job.tile is None or _kernel_key(job) not in failed]
+        results += _measure_one(usable, weights[shape.name], device, deadline)
+    return results
 
-        def work(job: Job = job, inputs: Inputs = inputs, mine: list[Tensor] = mine) -> None:
-            for weight in mine:
+
+def _measure_one(
+    jobs: list[Job], weights: list[Tensor], device: str, deadline: float
+) -> list[Result]:
+    """The variants of one shape and row count, which take turns."""
+    if not jobs:
+        return []
+    shape, rows, large = jobs[0].shape, jobs[0].rows, jobs[0].large
+    inputs = Inputs(shape, rows, device)
+    if large:
+        weights = weights[: 4 if rows > 2048 else 10]
+    expected = _expected(jobs[0], inputs, weights[0])
+    ready: list[tuple[Job, bool, Callable[[], object]]] = []
+    for job in jobs:
+
+        def work(job: Job = job) -> None:
+            for weight in weights:
                 run_job(job, inputs, weight)
 
         try:
-            right = expected is None or _close(run_job(job, inputs, mine[0]), expected)
-            result = Result(job, milliseconds(work, device) / len(mine), right)
+            right = _close(run_job(job, inputs, weights[0]), expected)
+            ready.append((job, right, captured(work, device)))
         except Exception as error:
             text = " ".join(str(error).split())[:160]
-            print(f"not measured: {name} {job.rows} {job.label}: {type(error).__name__}: {text}")
-            continue
-        results.append(result)
-    return results
+            print(f"not measured: {shape.name} {rows} {job.label}: {type(error).__name__}: {text}")
+    turns = take_turns([run for _, _, run in ready], device, deadline)
+    return [
+        Result(job, statistics.median(times) / len(weights), right, max(times) / min(times))
+        for (job, right, _), times in zip(ready, turns, strict=True)
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -267,13 +259,17 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{len(jobs)} variants; {deadline - time.monotonic():.0f} s left after compiling")
         results = measure(jobs, device, failed, deadline)
         report(results)
-        few_rows = given.part == "decode"
+        few_rows = [r for r in results if not r.job.large]
+        many_rows = [r for r in results if r.job.large]
+        text = [table(few_rows)] if few_rows else []
+        text += [large_table(many_rows)] if many_rows else []
         found = {
             "part": given.part,
             "results": [r.as_json() for r in results],
-            "table": table(results) if few_rows else large_table(results),
+            "table": "\n".join(text),
         }
-        print(f"\n{summary(results) if few_rows else large_summary(results)}\n\n{found['table']}")
+        print("\n" + (summary(results) if given.part == "decode" else large_summary(results)))
+        print(f"\n{found['table']}")
     if given.output is not None:
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 

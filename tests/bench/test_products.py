@@ -18,10 +18,11 @@ from dflash_serve.bench.product_report import (
     summary,
     table,
 )
-from dflash_serve.bench.product_tiles import clocks, decode_tiles, large_tiles
+from dflash_serve.bench.product_tiles import clocks, decode_tiles, gated_tiles, large_tiles
+from dflash_serve.bench.product_timing import captured, take_turns
 from dflash_serve.bench.products import Inputs, main, measure, run_job
 from dflash_serve.kernels.gpu import linear_large
-from dflash_serve.kernels.gpu.tiles import ROW_BUCKETS, Tile, shared_bytes
+from dflash_serve.kernels.gpu.tiles import ROW_BUCKETS, SHARED_BYTES, Tile, shared_bytes
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 
@@ -126,12 +127,12 @@ def test_an_estimate_counts_rounds_of_tiles() -> None:
     assert clocks(spread, 4096, 12288, 256) < clocks(tile, 4096, 12288, 256)
 
 
-def test_a_gated_product_of_many_rows_is_activated_after_it() -> None:
+def test_a_gated_product_of_many_rows_is_activated_inside_or_after_it() -> None:
     shape = next(s for s in SHAPES if s.kind == "gated")
     library, *own = jobs_of("large", [shape], [512], toy=False)
     assert library.label == "library"
     assert own
-    assert all(job.label.endswith(" + silu") for job in own)
+    assert all(job.label.endswith(" fused" if job.fused else " + silu") for job in own)
 
 
 @no_gpu
@@ -161,6 +162,56 @@ def test_neither_a_wrong_variant_nor_one_that_hardly_wins_is_chosen() -> None:
     assert "0.800" in large_summary(found)
     assert "(6144, 4096): {512: (128, 256, 64, 8, 3)}" in large_table(found)
     assert "2048" not in large_table(found)
+
+
+def test_the_activation_goes_inside_only_where_that_beats_both_other_ways() -> None:
+    shape = next(s for s in SHAPES if s.kind == "gated")
+    tile = Tile(128, 256, 64, 8, 4)
+
+    def times(rows: int, library: float, own: float, fused: float) -> list[Result]:
+        return [
+            Result(Job(shape, rows, None, large=True), library),
+            Result(Job(shape, rows, tile, large=True), own),
+            Result(Job(shape, rows, tile, large=True, fused=True), fused),
+        ]
+
+    found = [*times(512, 10.0, 8.0, 7.0), *times(1024, 10.0, 8.0, 7.9), *times(2048, 8.0, 9.0, 7.0)]
+    plain, inside = large_table(found).split("MANY_GATED")
+    assert "{512: (128, 256, 64, 8, 4), 1024: (128, 256, 64, 8, 4)}" in plain
+    assert "{512: (128, 256, 64, 8, 4), 2048: (128, 256, 64, 8, 4)}" in inside
+    assert large_summary(found).count(" + silu") == large_summary(found).count(" fused") == 3
+
+
+def test_gate_and_up_are_tried_apart_joint_and_with_the_activation_inside() -> None:
+    jobs = jobs_of("large", [s for s in SHAPES if s.kind == "gated"], [16, 128, 192, 2048], False)
+    assert len({(job.rows, job.label) for job in jobs}) == len(jobs)
+    for rows in (16, 128):
+        few = [job for job in jobs if job.rows == rows]
+        assert not any(job.large or job.fused for job in few)
+        assert {job.tile.joint for job in few if job.tile is not None} == {True, False}
+    for rows in (192, 2048):
+        many = [job for job in jobs if job.rows == rows]
+        assert all(job.large for job in many)
+        assert sum(job.activated for job in many) > 3
+        assert sum(job.fused for job in many) > 3
+
+
+def test_every_tile_with_the_activation_inside_fits_a_processor() -> None:
+    for rows in (192, 512, 2048, 8192):
+        found = gated_tiles(24576, 4096, rows)
+        assert len(set(found)) == len(found)
+        for tile in found:
+            stored = 2 * tile.rows * tile.columns // 2
+            assert shared_bytes(tile, torch.bfloat16) + stored + 1024 <= SHARED_BYTES, tile
+
+
+@pytest.mark.gpu
+def test_variants_take_turns_on_a_gpu() -> None:
+    x = torch.ones(8, device="cuda")
+    runs = [captured(lambda: x.add_(1), "cuda"), captured(lambda: x.mul_(2), "cuda")]
+    times = take_turns(runs, "cuda", 0.0)
+    assert [len(turns) for turns in times] == [6, 6]  # three rounds even after the deadline
+    assert min(min(turns) for turns in times) > 0
 
 
 @no_gpu

@@ -5,7 +5,6 @@ Triton decides at import whether it interprets, hence the child process.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -28,12 +27,7 @@ from tests.kernels.test_small_compile import WAITS_FIRST, signature
 ROOT = Path(__file__).parents[2]
 PLAIN = "plain"
 FEW = {f"few {rows}": tile for (_, _, rows), tile in GATED_TILES.items()}
-JOINT = {
-    f"joint {name}": dataclasses.replace(
-        tile, columns=2 * tile.columns, more=2 * tile.more, joint=True
-    )
-    for name, tile in FEW.items()
-}
+JOINT = {f"joint {name}": tile.joined() for name, tile in FEW.items()}
 MANY = {f"many {tile}": tile for tile in MANY_GATED.values()}
 
 

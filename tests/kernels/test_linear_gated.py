@@ -5,7 +5,6 @@ Without a GPU the kernels run in Triton's interpreter, in float32 and at small s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -88,7 +87,7 @@ def test_gate_and_up_in_one_product_of_few_rows_give_the_bits_of_two(
     mode: Mode, parts: int, columns: int
 ) -> None:
     apart = Tile(64, 32, 32, 4, 3, parts, mode) if CUDA else Tile(16, 16, 16, 4, 2, parts, mode)
-    joint = dataclasses.replace(apart, columns=2 * apart.columns, joint=True)
+    joint = apart.joined()
     for dtype in TYPES:
         case = Case(35, columns, 128, dtype)
         out = gpu.product(case.x, case.weight, joint, gated=True)
@@ -166,8 +165,5 @@ def test_gate_and_up_in_one_product_have_the_bits_of_two() -> None:
     case = Case(128, columns, depth, torch.bfloat16)
     for rows in (1, 16, 32, 64, 128):
         apart = tiles.tile_for(columns, depth, rows, torch.bfloat16, gated=True)
-        joint = dataclasses.replace(
-            apart, columns=2 * apart.columns, more=2 * apart.more, joint=True
-        )
-        out = gpu.product(case.x[:rows], case.weight, joint, gated=True)
+        out = gpu.product(case.x[:rows], case.weight, apart.joined(), gated=True)
         assert torch.equal(out, gpu.product(case.x[:rows], case.weight, apart, gated=True)), rows

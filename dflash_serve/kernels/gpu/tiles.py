@@ -85,6 +85,12 @@ class Tile:
     more: int = 0
     joint: bool = False
 
+    def joined(self) -> Tile:
+        """The same rows of a gated product's weight, as one product."""
+        if self.joint:
+            return self
+        return dataclasses.replace(self, columns=2 * self.columns, more=2 * self.more, joint=True)
+
 
 _Numbers = (
     tuple[int, int, int, int, int]
@@ -92,6 +98,7 @@ _Numbers = (
     | tuple[int, int, int, int, int, int, Mode]
     | tuple[int, int, int, int, int, int, Mode, int]
     | tuple[int, int, int, int, int, int, Mode, int, int]
+    | tuple[int, int, int, int, int, int, Mode, int, int, bool]
 )
 
 
