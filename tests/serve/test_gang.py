@@ -11,6 +11,7 @@ from dflash_serve.errors import EngineDeadError
 from dflash_serve.sampling import SamplingParams
 from dflash_serve.serve.gang import RayExecutor, _check_distinct, describe_death
 from dflash_serve.serve.processes import is_running
+from tests.tiny import make_pair
 
 from .conftest import placement_groups, run_dirs
 from .waiting import until
@@ -67,6 +68,45 @@ def test_death_of_one_rank_ends_all(clean, victim):
         client.collect([submit(max_tokens=100_000)])
     with pytest.raises(EngineDeadError):
         client.check_health()
+    until(lambda: not any(is_running(p.pid) for p in ranks.places), "both ranks are gone", 5)
+    client.shutdown()
+
+
+def test_a_stopped_rank_zero_ends_all(clean):
+    ranks = executor(2)
+    client = EngineClient(ranks, start_timeout_s=60, hang_timeout_s=1.5)
+    os.kill(ranks.places[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="rank 0 has reported nothing for"):
+        client.collect([submit(max_tokens=100_000)])
+    with pytest.raises(EngineDeadError):
+        client.check_health()
+    until(lambda: not any(is_running(p.pid) for p in ranks.places), "both ranks are gone", 5)
+    client.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_of_a_real_pair_is_named_and_ends_all(clean, tmp_path, victim):
+    pair = make_pair(tmp_path)
+    config = EngineConfig(
+        target=pair.target,
+        draft=pair.draft,
+        tensor_parallel_size=2,
+        device="cpu",
+        executor="ray",
+        max_model_len=500,
+        hang_timeout_s=3,
+    )
+    ranks = RayExecutor(config, rank_cpus=0.5)
+    client = EngineClient(ranks, start_timeout_s=120, hang_timeout_s=config.hang_timeout_s)
+    stop = [ranks.places[victim].pid]
+
+    def strike(event):
+        while stop:
+            os.kill(stop.pop(), signal.SIGSTOP)
+
+    with pytest.raises(EngineDeadError, match=f"rank {victim} has given no sign of life for"):
+        client.collect([submit(max_tokens=400)], strike)
     until(lambda: not any(is_running(p.pid) for p in ranks.places), "both ranks are gone", 5)
     client.shutdown()
 

@@ -180,7 +180,7 @@ def undisturbed(url):
     return bodies, expected
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_killed_rank_costs_the_clients_nothing(url, ray_cluster, undisturbed, victim):
     groups = placement_groups(ray_cluster)
     bodies, expected = undisturbed
