@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +17,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from dflash_serve.kernels.gpu import gated_mlp
 
         return gated_mlp.silu_mul(gate_up)
-    # Copied apart: torch computes columns that lie apart one at a time.
-    gate, up = gate_up[..., 0::2].contiguous(), gate_up[..., 1::2].contiguous()
+    # Copied side by side: torch computes columns that lie apart one at a time. In rows of both, since
+    # the end of a vectorised loop may round differently, and must not move with the number of rows.
+    gate, up = torch.cat((gate_up[..., 0::2], gate_up[..., 1::2]), dim=-1).chunk(2, dim=-1)
     return F.silu(gate) * up
