@@ -17,7 +17,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from dflash_serve.kernels.gpu import gated_mlp
 
         return gated_mlp.silu_mul(gate_up)
-    # Copied side by side: torch computes columns that lie apart one at a time. In rows of both, since
-    # the end of a vectorised loop may round differently, and must not move with the number of rows.
+    # Copied side by side: torch computes columns that lie apart one at a time. In rows of both: the
+    # end of a vectorised loop may round differently, and must not move with the number of rows.
     gate, up = torch.cat((gate_up[..., 0::2], gate_up[..., 1::2]), dim=-1).chunk(2, dim=-1)
     return F.silu(gate) * up

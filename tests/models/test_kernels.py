@@ -177,6 +177,13 @@ def test_gated_activation_multiplies_silu_of_a_column_by_the_next_one() -> None:
         assert (out[:, column] - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6
 
 
+def test_gated_activation_rounds_a_row_the_same_in_any_company() -> None:
+    x = rand(37, 2 * 53)  # no whole number of vectors
+    out = silu_mul(x)
+    for rows in (1, 2, 5, 36):
+        assert torch.equal(silu_mul(x[:rows]), out[:rows])
+
+
 @pytest.mark.parametrize("length", [1, 33])
 def test_rope_equals_transformers(length: int) -> None:
     table = rope_table(RopeConfig(theta=10000.0), 16, 64, torch.device("cpu"))
