@@ -2,14 +2,16 @@
 
     python -m dflash_serve.bench.attention --output attention.json
 
-Every figure is the median replay of one CUDA graph that holds a call per layer, each on its own
-layer's pages in shuffled order, so that the L2 cache holds nothing useful. Decode cases state the
-bytes of keys and values read per second, prompts the FLOPs of the scores a causal mask leaves.
+A variant of a case is one CUDA graph that holds a call per layer, each on its own layer's pages in
+shuffled order, so that the L2 cache holds nothing useful. The variants of a case take turns in
+short rounds, since the card slows down under load, and every figure is the median replay. Decode
+cases state the bytes of keys and values read per second, prompts the FLOPs of the scores a causal
+mask leaves.
 
-Every variant is checked on one layer: against torch, and bit for bit against the first request
-computed alone, taken whole. `--tiers` measures other sizes of splits and `--also` further ones
-(the cases of the section 'sizes'), each in a process of its own, since they are constants of the
-kernels.
+Every variant is checked on one layer: against torch, and bit for bit with tiles of 64 rows that
+take the request whole and add weights in the same way, in calls of 1, 4 and 16 rows. `--tiers`
+measures other sizes of splits and `--also` further ones (the cases of the section 'sizes'), each in
+a process of its own, since they are constants of the kernels.
 """
 
 from __future__ import annotations
@@ -25,148 +27,35 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_serve.bench import attention_check
+from dflash_serve.bench.attention_cases import (
+    CASES,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    TOY,
+    Case,
+    Variant,
+    variants,
+)
 from dflash_serve.kernels.attention import AttentionView
-from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention, share
-from dflash_serve.kernels.gpu.attention_splits import split_count
+from dflash_serve.kernels.gpu.attention import DecodeTiles, decode_attention
 from dflash_serve.kernels.gpu.prefill import PrefillTiles, prefill_attention
 
 __all__ = ["main"]
 
 _READ_TB_S = 4.2
 _TFLOP_S = 790.0
-_HEADS, _KV_HEADS, _HEAD_DIM, _PAGE, _LAYERS = 32, 8, 128, 64, 41
-_REPLAYS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """`batch` requests of `rows` query rows whose last row sees `context` keys.
-
-    Their page tables have room for `room` keys, if that is more.
-    """
-
-    batch: int
-    context: int
-    rows: int
-    room: int = 0
-
-    @property
-    def table_width(self) -> int:
-        """Pages of a request that a table has room for."""
-        return -(-max(self.context, self.room) // _PAGE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How a case is computed; without `sharing` as the shapes ask for."""
-
-    tiles: DecodeTiles | PrefillTiles
-    sharing: Sharing | None = None
-
-    @property
-    def name(self) -> str:
-        """Short text for the table."""
-        t, of = self.tiles, self.sharing
-        if isinstance(t, PrefillTiles):
-            return f"{t.row_tile}x{t.key_tile} w{t.warps} s{t.stages}"
-        name = "default" if of is None else of.mode + (f" p{of.programs}" * (of.mode == "split"))
-        if of is not None and of.short_keys:
-            name += f" short {of.short_keys}/{of.short_slices}"
-        name += f" v{t.value_tile}" if t.value_tile != _TILE.value_tile else ""
-        name += f" s{t.stages}" if t.stages != _TILE.stages else ""
-        merge = (t.merge_rows, t.merge_warps)
-        changed = merge != (_TILE.merge_rows, _TILE.merge_warps)
-        return name + (f" merge {merge[0]}w{merge[1]}" if changed else "")
-
-
-Section = Literal["first", "second", "sizes", "rest", "prefill"]
-_CASES: dict[Section, list[Case]] = {
-    "first": [Case(8, 1040, 16), Case(1, 1040, 16), Case(8, 1025, 1)],
-    "second": [
-        Case(4, 1040, 16),
-        Case(12, 1040, 16),
-        Case(16, 1040, 16),
-        Case(8, 2064, 16),
-        Case(8, 4112, 16),
-        Case(8, 1028, 4, 40960),
-        Case(2, 1040, 16),
-        Case(16, 16384, 16),
-    ],
-    "sizes": [
-        Case(8, 32768, 16),
-        Case(1, 32768, 16),
-        Case(1, 8208, 16),
-        Case(1, 1040, 16),
-        Case(4, 2064, 16),
-        Case(4, 8208, 16),
-        Case(1, 4112, 16),
-        Case(8, 8208, 16),
-        Case(8, 32768, 1),
-    ],
-    "rest": [
-        Case(128, 1040, 16),
-        Case(32, 1040, 16),
-        Case(128, 1025, 1),
-        Case(32, 8192, 16),
-    ],
-    "prefill": [Case(8, 1024, 1024), Case(1, 8192, 8192)],
-}
-_TOY: dict[Section, list[Case]] = {
-    "first": [Case(1, 280, 2), Case(1, 64, 1, 300)],
-    "sizes": [Case(1, 300, 2)],
-    "prefill": [Case(2, 40, 40)],
-}
-
-_TILE = DecodeTiles(64, 64, 128)
-_PREFILL_TILES = [PrefillTiles(128, 64, 128, 8, 3), PrefillTiles(128, 128, 128, 8, 3)]
-
-
-def variants(case: Case) -> Iterator[Variant]:
-    """The sweep of one case, the default first."""
-    if case.rows > 16:
-        yield from (Variant(tiles) for tiles in _PREFILL_TILES)
-        return
-    yield Variant(_TILE)
-    pairs = case.batch * _KV_HEADS
-    half = dataclasses.replace(_TILE, value_tile=64)
-    if case.batch >= 32:
-        return
-    splits = split_count(case.table_width * _PAGE)
-    programs = min(splits, 264 // pairs)
-    plain = Sharing("split", programs)
-    if case.context > 4112 and case.batch < 16:
-        yield from _variants_long(case, programs)
-        return
-    whole, short = Sharing("whole", 1), min(splits, max(2, programs))
-    yield Variant(_TILE, plain)
-    yield Variant(_TILE, whole)
-    yield Variant(half, whole)
-    yield Variant(_TILE, Sharing("split", short, 8192, 1))
-    yield Variant(_TILE, Sharing("split", short, 8192, 2))
-    if case.batch <= 4:
-        yield Variant(half, Sharing("split", min(splits, 132 // pairs)))
-    if case in _CASES["first"]:
-        for rows, warps in ((2, 4), (2, 2), (4, 2), (1, 1), (8, 4)):
-            tiles = dataclasses.replace(_TILE, merge_rows=rows, merge_warps=warps)
-            yield Variant(tiles, plain)
-        yield Variant(dataclasses.replace(_TILE, stages=2), Sharing("split", short, 8192, 2))
-        yield Variant(dataclasses.replace(_TILE, stages=2), plain)
-
-
-def _variants_long(case: Case, programs: int) -> Iterator[Variant]:
-    """Long contexts in split mode: without the code for short requests, and more programs."""
-    if share(case.batch * _KV_HEADS, programs, _TILE).short_keys:
-        yield Variant(_TILE, Sharing("split", programs))
-        yield Variant(_TILE, Sharing("split", 2 * programs, 2048, 2))
-        yield Variant(_TILE, Sharing("whole", 1))
+_LAYERS = 41
+_ROUNDS, _REPLAYS = 6, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +69,8 @@ class Setting:
 
     def pool(self) -> Tensor:
         """[layers, 2, pages, page_size, kv_heads, head_dim] for the largest case."""
-        pages = 1 + max(case.batch * -(-case.context // _PAGE) for case in self.cases)
-        shape = (self.layers, 2, pages, _PAGE, _KV_HEADS, _HEAD_DIM)
+        pages = 1 + max(case.batch * -(-case.context // PAGE) for case in self.cases)
+        shape = (self.layers, 2, pages, PAGE, KV_HEADS, HEAD_DIM)
         pool = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer in pool:
             layer.normal_()
@@ -189,15 +78,15 @@ class Setting:
 
     def view(self, case: Case, pages: int) -> AttentionView:
         """A view of a case onto random pages of `pages`."""
-        width = -(-case.context // _PAGE)
+        width = -(-case.context // PAGE)
         order = torch.randperm(pages - 1, device=self.device)[: case.batch * width] + 1
         start = torch.full((case.batch,), case.context - case.rows, device=self.device)
         table = order.view(case.batch, width)
         table = torch.nn.functional.pad(table, (0, case.table_width - width))
-        return AttentionView(table, start, case.rows, case.context, _PAGE, True)
+        return AttentionView(table, start, case.rows, case.context, PAGE, True)
 
 
-def call(case: Case, variant: Variant, query: Tensor, pages: Tensor, view: AttentionView) -> Tensor:
+def call(variant: Variant, query: Tensor, pages: Tensor, view: AttentionView) -> Tensor:
     """Attention of one layer; pages [2, ...]."""
     if isinstance(variant.tiles, PrefillTiles):
         return prefill_attention(query, pages[0], pages[1], view, tiles=variant.tiles)
@@ -213,17 +102,17 @@ def compile_variant(case: Case, variant: Variant, tiers: str | None) -> str:
     """
     attention_check.use_tiers(tiers)
     device = torch.device("cuda")
-    pages = torch.zeros((2, 4, _PAGE, _KV_HEADS, _HEAD_DIM), dtype=torch.bfloat16, device=device)
+    pages = torch.zeros((2, 4, PAGE, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device)
     table = torch.zeros((1, case.table_width), dtype=torch.int64, device=device)
     start = torch.zeros((1,), dtype=torch.int64, device=device)
-    view = AttentionView(table, start, case.rows, case.context, _PAGE, True)
-    query = torch.zeros((1, case.rows, _HEADS, _HEAD_DIM), dtype=torch.bfloat16, device=device)
+    view = AttentionView(table, start, case.rows, case.context, PAGE, True)
+    query = torch.zeros((1, case.rows, HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device)
     try:
-        call(case, variant, query, pages, view)
+        call(variant, query, pages, view)
         torch.cuda.synchronize()
-        return f"{variant.name:32} {attention_check.needs()}"
+        return f"{variant.name:40} {attention_check.needs()}"
     except Exception as error:  # whatever a compiler may raise; the sweep goes on
-        return f"{variant.name:32} {_line(error)}"
+        return f"{variant.name:40} {_line(error)}"
 
 
 def compile_all(cases: list[Case], most: int, budget_s: float, tiers: str | None) -> None:
@@ -232,10 +121,8 @@ def compile_all(cases: list[Case], most: int, budget_s: float, tiers: str | None
     for case in cases:
         for variant in itertools.islice(variants(case), most):
             aligned = case.table_width % 16 == 0  # a different kernel otherwise
-            of = variant.sharing or share(case.batch * _KV_HEADS, 26, _TILE)
-            key = (variant.tiles, dataclasses.replace(of, programs=1), aligned)
-            variant = dataclasses.replace(variant, sharing=of)
-            jobs.setdefault(key, (case, variant, tiers))
+            of = variant.sharing and dataclasses.replace(variant.sharing, programs=1)
+            jobs.setdefault((variant.tiles, of, aligned), (case, variant, tiers))
     workers = max(1, min(len(jobs), 14, (os.cpu_count() or 2) - 2))
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn)
@@ -246,96 +133,135 @@ def compile_all(cases: list[Case], most: int, budget_s: float, tiers: str | None
     print(*sorted(lines), f"compiled {len(done)} kernels, {len(late)} not ready", sep="\n")
 
 
-def milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of `work`: of replays of its graph on a GPU, of one plain call elsewhere."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        work()
-        return (time.perf_counter() - began) * 1e3
+@dataclasses.dataclass
+class Contestant:
+    """A variant of a case with what was found out about it; `replay` unless it failed."""
+
+    variant: Variant
+    row: dict[str, Any]
+    replay: Callable[[], object] | None = None
+    times: list[float] = dataclasses.field(default_factory=list)
+
+
+def enter(
+    setting: Setting, case: Case, variant: Variant, query: Tensor, pool: Tensor, view: AttentionView
+) -> Contestant:
+    """Check one variant and capture its calls."""
+    contestant = Contestant(variant, {**dataclasses.asdict(case), "variant": variant.name})
+
+    def layers() -> None:
+        for pages in pool:
+            call(variant, query, pages, view)
+
+    try:
+        out = call(variant, query, pool[0], view)
+        contestant.row["wrong"] = attention_check.faults(out, query, pool[0], view)
+        if isinstance(variant.tiles, DecodeTiles):
+            bits = attention_check.bits(out, query, pool[0], view, variant.tiles, variant.sharing)
+            contestant.row["bits"] = bits
+        contestant.replay = _captured(layers) if setting.device.type == "cuda" else layers
+    except Exception as error:  # a variant that does not fit must not end the sweep
+        contestant.row["error"] = _line(error)
+    return contestant
+
+
+def _captured(work: Callable[[], None]) -> Callable[[], object]:
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    for _ in range(2):
-        graph.replay()
+    graph.replay()
+    return graph.replay
+
+
+def milliseconds(replay: Callable[[], object], device: torch.device) -> list[float]:
+    """Times of a few calls in a row, the first of which is not counted on a GPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        replay()
+        return [(time.perf_counter() - began) * 1e3]
     events: list[Any] = [_event() for _ in range(_REPLAYS + 1)]
+    replay()
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        replay()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median([float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)])
+    return [float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
 
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure(setting: Setting, case: Case, variant: Variant, pool: Tensor) -> dict[str, Any]:
-    """One row of the result."""
-    shape = (case.batch, case.rows, _HEADS, _HEAD_DIM)
+def measure(setting: Setting, case: Case, pool: Tensor, most: int) -> list[dict[str, Any]]:
+    """A row of the result for each of the first `most` variants, which take turns."""
+    shape = (case.batch, case.rows, HEADS, HEAD_DIM)
     query = torch.randn(shape, dtype=setting.dtype, device=setting.device)
     view = setting.view(case, pool.shape[2])
-
-    def layers() -> None:
-        for pages in pool:
-            call(case, variant, query, pages, view)
-
-    row: dict[str, Any] = {**dataclasses.asdict(case), "variant": variant.name}
-    try:
-        out = call(case, variant, query, pool[0], view)
-        row["wrong"] = attention_check.faults(out, query, pool[0], view, _first_tiles(case))
-        ms = milliseconds(layers, setting.device)
-    except Exception as error:  # a variant that does not fit must not end the sweep
-        return {**row, "error": _line(error)}
-    row["ms"] = round(ms, 4)
-    if case.rows > 16:
-        flops = 2.0 * case.batch * case.context**2 * _HEADS * _HEAD_DIM * setting.layers
-        row["tflop_s"] = round(flops / ms / 1e9, 1)
-        row["share"] = round(row["tflop_s"] / _TFLOP_S, 3)
-    else:
-        moved = case.batch * case.context * pool[0, :, 0, 0].nbytes * setting.layers
-        row["bytes"] = moved
-        row["tb_s"] = round(moved / ms / 1e9, 3)
-        row["share"] = round(row["tb_s"] / _READ_TB_S, 3)
-    return row
+    chosen = list(itertools.islice(dict.fromkeys(variants(case)), most))
+    field = [enter(setting, case, variant, query, pool, view) for variant in chosen]
+    for turn in range(_ROUNDS if setting.device.type == "cuda" else 1):
+        for contestant in field if turn % 2 == 0 else reversed(field):
+            if contestant.replay is not None:
+                contestant.times += milliseconds(contestant.replay, setting.device)
+    for contestant in field:
+        if contestant.times:
+            moved = case.batch * case.context * pool[0, :, 0, 0].nbytes * setting.layers
+            contestant.row |= _rates(case, statistics.median(contestant.times), moved, setting)
+    return [contestant.row for contestant in field]
 
 
-def _distinct(case: Case) -> list[Variant]:
-    return list(dict.fromkeys(variants(case)))
-
-
-def _first_tiles(case: Case) -> DecodeTiles | None:
-    tiles = next(variants(case)).tiles
-    return tiles if isinstance(tiles, DecodeTiles) else None
+def _rates(case: Case, ms: float, moved: int, setting: Setting) -> dict[str, float]:
+    if case.rows > 32:
+        flops = 2.0 * case.batch * case.context**2 * HEADS * HEAD_DIM * setting.layers
+        rate = flops / ms / 1e9
+        return {"ms": round(ms, 4), "tflop_s": round(rate, 1), "share": round(rate / _TFLOP_S, 3)}
+    rate = moved / ms / 1e9
+    return {
+        "ms": round(ms, 4),
+        "bytes": moved,
+        "tb_s": round(rate, 3),
+        "share": round(rate / _READ_TB_S, 3),
+    }
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[
-        :160
-    ]
+    first = str(error).strip().splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {first}"[:160]
 
 
 def show(row: dict[str, Any]) -> None:
     """Print a row of the table."""
-    room = f" of {row['room']}" if row["room"] else ""
-    head = f"{row['batch']:4} x {row['context']:6}{room} g{row['rows']:<5} {row['variant']:32}"
+    head = f"{row['batch']:4} x {row['context']:6} g{row['rows']:<5} {row['variant']:46}"
     if "error" in row:
         print(f"{head} {row['error']}", flush=True)
         return
     rate = f"{row['tb_s']:7.3f} TB/s" if "tb_s" in row else f"{row['tflop_s']:7.1f} TFLOP/s"
-    wrong = f"  {row['wrong']}" if row["wrong"] else ""
-    print(f"{head} {row['ms']:9.3f} ms {rate} {row['share']:6.1%}{wrong}", flush=True)
+    bits = f"  bits {row['bits']}" if "bits" in row else ""
+    wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
+    print(f"{head} {row['ms']:9.4f} ms {rate} {row['share']:6.1%}{bits}{wrong}", flush=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    """Print for each variant whether its bits are those of tiles of 64 rows in every case."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        if "bits" in row:
+            found.setdefault(row["variant"], set()).add(row["bits"])
+    print("bits of calls of 1, 4 and 16 rows beside tiles of 64 rows, taken whole:")
+    for name, bits in found.items():
+        print(f"  {name:46} {'equal' if bits == {'equal'} else ' | '.join(sorted(bits))}")
 
 
 def main() -> None:
     """Compile, time, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="where to write the JSON")
-    parser.add_argument("--budget-s", type=float, default=90.0, help="stop starting work after")
+    parser.add_argument("--budget-s", type=float, default=95.0, help="stop starting work after")
     parser.add_argument(
-        "--only", action="append", choices=[*_CASES], help="these sections; all but prefill"
+        "--only", action="append", choices=[*CASES], help="these sections; else 'decisive'"
     )
     parser.add_argument("--quick", action="store_true", help="the first variant of a case only")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
@@ -345,13 +271,13 @@ def main() -> None:
     began = time.perf_counter()
     attention_check.use_tiers(options.tiers)
     device = torch.device("cpu" if options.cpu_check else "cuda")
-    sections = _TOY if options.cpu_check else _CASES
-    some = options.only or [name for name in sections if name != "prefill"]
-    cases = [case for name in some for case in sections.get(name, [])]
+    sections = TOY if options.cpu_check else CASES
+    cases = [case for name in options.only or ["decisive"] for case in sections.get(name, [])]
     dtype, layers = (torch.float32, 2) if options.cpu_check else (torch.bfloat16, _LAYERS)
     setting = Setting(device, dtype, layers, cases)
     print(f"splits of {options.tiers or 'the default sizes'}")
     rows = sweep(setting, options.budget_s, quick=options.quick, tiers=options.tiers)
+    summary(rows)
     print(f"{time.perf_counter() - began:.0f} s", flush=True)
     if options.output:
         result = {"layers": layers, "tiers": options.tiers, "read_tb_s": _READ_TB_S, "rows": rows}
@@ -378,20 +304,23 @@ def sweep(
     """All variants of all cases; what does not fit into the time is left out."""
     began = time.perf_counter()
     toy = setting.device.type != "cuda"
-    most = 1 if quick else 6 if toy else 99
+    most = 1 if quick else 4 if toy else 99
     if not toy:
         compile_all(setting.cases, most, budget_s * 0.6, tiers)
+        print(f"{time.perf_counter() - began:.0f} s for compiling", flush=True)
     pool = setting.pool()
-    rows, skipped = [], 0
+    rows: list[dict[str, Any]] = []
+    skipped = 0
     for case in setting.cases:
-        for variant in itertools.islice(_distinct(case), most):
-            if time.perf_counter() - began > budget_s:
-                skipped += 1
-                continue
-            rows.append(measure(setting, case, variant, pool))
-            show(rows[-1])
+        if time.perf_counter() - began > budget_s:
+            skipped += 1
+            continue
+        measured = measure(setting, case, pool, most)
+        for row in measured:
+            show(row)
+        rows += measured
     if skipped:
-        print(f"{skipped} variants skipped for time")
+        print(f"{skipped} cases skipped for time")
     return rows
 
 

@@ -13,7 +13,7 @@ from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_atte
 from dflash_serve.kernels.gpu.attention_decode import decode
 from dflash_serve.kernels.gpu.attention_splits import set_split_sizes
 
-__all__ = ["faults", "needs", "use_tiers"]
+__all__ = ["bits", "faults", "needs", "use_tiers"]
 
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 2e-5}
 
@@ -42,26 +42,61 @@ def _need(kernel: Any) -> str:
     return f"{kernel.n_regs} registers, {kernel.n_spills} spilled, {shared} bytes shared"
 
 
-def faults(
-    out: Tensor, query: Tensor, pages: Tensor, view: AttentionView, tiles: DecodeTiles | None
-) -> str:
+def faults(out: Tensor, query: Tensor, pages: Tensor, view: AttentionView) -> str:
     """What is wrong with the result of one layer's `pages` [2, ...]; nothing is ''.
 
-    The first and the last request are compared with torch and, given `tiles`, the first one's bits
-    with those it has alone, taken whole with these.
+    The first and the last request are compared with torch.
     """
     found = []
-    for request in {0, query.shape[0] - 1}:
+    for request in sorted({0, query.shape[0] - 1}):
         error = (out[request].float() - _reference(request, query, pages, view)).abs().max()
         if not error < _TOLERANCE[query.dtype]:  # NaN is wrong too
             found.append(f"request {request} is off by {float(error):.1e}")
-    if tiles is not None:
-        one = dataclasses.replace(view, page_table=view.page_table[:1], start=view.start[:1])
-        whole = Sharing("whole", 1)
-        alone = decode_attention(query[:1], pages[0], pages[1], one, tiles=tiles, sharing=whole)
-        if not torch.equal(alone, out[:1]):
-            found.append("other bits than alone")
     return ", ".join(found)
+
+
+def bits(
+    out: Tensor,
+    query: Tensor,
+    pages: Tensor,
+    view: AttentionView,
+    tiles: DecodeTiles,
+    sharing: Sharing | None,
+) -> str:
+    """Whether the bits of a row depend on anything they must not; 'equal' if they do not.
+
+    The first request's 16 last rows are computed alone, taken whole by tiles of 64 rows (in float32
+    by tiles of the same height) that add weights in the same way. The same rows come from calls of
+    1, 4 and 16 of them with these tiles and this sharing, and from `out`, that of the whole batch.
+    """
+    last = int(view.start[0]) + view.rows
+    rows = torch.randn((1, 16, *query.shape[2:]), device=query.device).to(query.dtype)
+    count = min(view.rows, 16)
+    rows[:, 16 - count :] = query[:1, view.rows - count :]
+    tall = tiles.row_tile if query.dtype == torch.float32 else 64
+    plain = DecodeTiles(tall, tiles.key_tile, tiles.value_tile, sums=tiles.sums)
+
+    def alone(count: int, tiles: DecodeTiles, sharing: Sharing | None) -> Tensor:
+        one = dataclasses.replace(
+            view, page_table=view.page_table[:1], start=view.start[:1] * 0 + last - count
+        )
+        one = dataclasses.replace(one, rows=count)
+        part = rows[:, 16 - count :].contiguous()
+        return decode_attention(part, pages[0], pages[1], one, tiles=tiles, sharing=sharing)
+
+    expected = alone(16, plain, Sharing("whole", 1))
+    found = [
+        _difference(f"{count} rows", alone(count, tiles, sharing), expected[:, 16 - count :])
+        for count in (1, 4, 16)
+    ]
+    ours = out[:1, view.rows - count :]
+    found.append(_difference("the batch", ours, expected[:, 16 - count :]))
+    return ", ".join(filter(None, found)) or "equal"
+
+
+def _difference(name: str, got: Tensor, expected: Tensor) -> str:
+    wrong = int((got != expected).sum())  # counts NaN too
+    return f"{name} DIFFER in {wrong} of {got.numel()}" if wrong else ""
 
 
 def _reference(request: int, query: Tensor, pages: Tensor, view: AttentionView) -> Tensor:

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.attention import attend, check_heads, check_page_size
-from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, Sharing, decode_attention
+from dflash_serve.kernels.gpu.attention import (
+    FEW_ROWS,
+    DecodeTiles,
+    Mode,
+    Sharing,
+    decode_attention,
+)
 from dflash_serve.kernels.gpu.attention_splits import split_count
-from tests.kernels.paging import DEVICE, DTYPES, TOLERANCE, Case, kernels, paged
+from dflash_serve.kernels.gpu.attention_tiles import Sums
+from dflash_serve.kernels.gpu.prefill import prefill_attention, prefill_tiles
+from tests.kernels.paging import DEVICE, DTYPES, HALF, TOLERANCE, Case, kernels, paged
 
 torch.backends.cuda.matmul.allow_tf32 = False
 MODES: list[Mode] = ["whole", "split"]
@@ -128,6 +136,26 @@ def test_pages_are_read_in_place_from_one_layer_of_the_pool() -> None:
     case = paged([33], 2)
     assert case.keys._base is case.values._base  # views; the pool holds NaN everywhere else
     assert run(case).isfinite().all()
+
+
+@each_mode
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("row_tile", [16, 32, 64])
+def test_weights_added_by_products_with_ones_equal_torch(
+    row_tile: int, window: int | None, mode: Mode
+) -> None:
+    case = paged([300, 62], 3, page=64, window=window, dtype=HALF)
+    tiles = DecodeTiles(row_tile, 64, 64, sums="products")
+    assert_equals_reference(decode(case, mode, tiles=tiles), case)
+
+
+@pytest.mark.parametrize("sums", ["lanes", "products"])
+def test_prompts_may_add_weights_in_either_way(sums: Sums) -> None:
+    case = paged([20, 3], 35, dtype=HALF)
+    tiles = dataclasses.replace(prefill_tiles(64, HALF), row_tile=64, warps=4, sums=sums)
+    with kernels():
+        out = prefill_attention(case.query, case.keys, case.values, case.view, tiles=tiles)
+    assert_equals_reference(out, case)
 
 
 # -- many rows ----------------------------------------------------------------------------------

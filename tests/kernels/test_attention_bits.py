@@ -11,7 +11,14 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.kernels.gpu import attention
-from dflash_serve.kernels.gpu.attention import FEW_ROWS, Mode, Sharing, decode_tiles, share
+from dflash_serve.kernels.gpu.attention import (
+    FEW_ROWS,
+    DecodeTiles,
+    Mode,
+    Sharing,
+    decode_tiles,
+    share,
+)
 from dflash_serve.kernels.gpu.attention_splits import split_count
 from tests.kernels.paging import paged
 from tests.kernels.test_attention import decode, each_mode, each_type, run
@@ -68,9 +75,9 @@ def test_a_request_of_few_keys_leaves_no_partial_results() -> None:
         (1, Sharing("split", 26)),
         (8, Sharing("split", 26)),
         (47, Sharing("split", 5)),
-        (64, Sharing("split", 4, 2048, 2)),
-        (96, Sharing("split", 2, 2048, 1)),
-        (127, Sharing("split", 2, 2048, 1)),
+        (64, Sharing("split", 4)),
+        (96, Sharing("split", 2)),
+        (127, Sharing("split", 2)),
         (128, Sharing("whole", 1)),
     ],
 )
@@ -78,8 +85,10 @@ def test_the_fewer_pairs_the_more_programs_share_each(pairs: int, expected: Shar
     assert share(pairs, 26, decode_tiles(128, torch.bfloat16, 64)) == expected
 
 
-def test_one_program_is_not_asked_for_two_slices() -> None:
-    assert share(64, 1, decode_tiles(128, torch.bfloat16, 64)) == Sharing("split", 1, 2048, 1)
+def test_more_programs_share_where_more_fit_on_a_processor() -> None:
+    tiles = dataclasses.replace(decode_tiles(128, torch.bfloat16, 64), residents=3)
+    assert share(64, 26, tiles) == Sharing("split", 6)
+    assert share(64, 5, tiles) == Sharing("split", 5)
 
 
 @each_mode
@@ -150,6 +159,24 @@ def test_a_row_has_the_same_bits_alone_and_in_a_block(
         for first, count in ((0, 1), (1, 1), (9, 1), (31, 1), (0, 16), (3, 7), (5, 2)):
             part = decode(case.with_rows(first, count), mode)
             assert torch.equal(part[0], block[0, first : first + count]), (start, first, count)
+
+
+@pytest.mark.gpu
+@each_mode
+@pytest.mark.parametrize(("page", "window"), [(64, None), (16, None), (64, 200)])
+@pytest.mark.parametrize(("row_tile", "warps"), [(16, 1), (16, 2), (16, 4), (32, 4), (128, 8)])
+def test_a_row_has_the_same_bits_in_tiles_of_any_height(
+    row_tile: int, warps: int, page: int, window: int | None, mode: Mode
+) -> None:
+    tall = DecodeTiles(64, 64, 128, sums="products")
+    tiles = dataclasses.replace(tall, row_tile=row_tile, warps=warps)
+    for start in (0, 57, 250, 1015, 1100, 2999):
+        case = paged([start], 16, heads=32, kv_heads=8, head_dim=128, page=page, window=window)
+        expected = decode(case, "whole", tiles=tall)
+        for count in (1, 2, 3, 4, 8, 16):
+            for first in {0, 16 - count}:
+                part = decode(case.with_rows(first, count), mode, tiles=tiles)
+                assert torch.equal(part[0], expected[0, first : first + count]), (start, count)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,13 @@ Triton decides at import whether it interprets, hence the child process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dflash_serve.bench.attention_cases import FEW
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu import attention
 from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention
@@ -24,14 +28,36 @@ from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
 PAGE = 64
+WHOLE, SPLIT = Sharing("whole", 1), Sharing("split", 4)
+TALL = DecodeTiles(64, 64, 128)
+PRODUCTS = dataclasses.replace(TALL, sums="products")
 CASES = {
-    "whole": Sharing("whole", 1),
-    "split": Sharing("split", 4),
-    "short": Sharing("split", 4, 2048, 2),
+    "whole": (TALL, WHOLE),
+    "split": (TALL, SPLIT),
+    "short": (TALL, Sharing("split", 4, 2048, 2)),
+    "whole products": (PRODUCTS, WHOLE),
+    "split products": (PRODUCTS, SPLIT),
 }
+FEW_CASES = {"few whole": (FEW, WHOLE), "few split": (FEW, SPLIT)}
 
 
-def compile_decode(sharing: Sharing, *, boxes: bool) -> dict[str, dict[str, int]]:
+def needs(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, where registers are spilled."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def compile_decode(
+    tiles: DecodeTiles, sharing: Sharing, *, boxes: bool
+) -> dict[str, dict[str, int]]:
     """Facts about each kernel that attention of 16 rows over pages of 64 keys launches."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -56,7 +82,9 @@ def compile_decode(sharing: Sharing, *, boxes: bool) -> dict[str, dict[str, int]
         built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         sass = get_sass(built.asm["cubin"])
         facts[self.__name__] = {
+            **needs(built.asm["cubin"]),
             "products": sass.count("HGMMA"),
+            "small_products": len(re.findall(r"\bHMMA", sass)),
             "waits": sass.count("WARPGROUP.DEPBAR"),
             "boxes": sass.count("UTMALDG"),
             "waits_first": int(WAITS_FIRST.search(built.asm["ptx"]) is not None),
@@ -67,7 +95,6 @@ def compile_decode(sharing: Sharing, *, boxes: bool) -> dict[str, dict[str, int]
     pages = torch.zeros(2, 4, PAGE, 8, 128, dtype=torch.bfloat16)
     table = torch.zeros(8, 17, dtype=torch.int64)
     view = AttentionView(table, torch.zeros(8, dtype=torch.int64), 16, 1040, PAGE, True)
-    tiles = DecodeTiles(64, 64, 128)
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch)
@@ -90,12 +117,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     return found
 
 
-each_kernel = pytest.mark.parametrize(
-    "name", [case + boxes for case in CASES for boxes in ("", " boxes")]
+NAMES, FEW_NAMES = (
+    [case + boxes for case in cases for boxes in ("", " boxes")] for cases in (CASES, FEW_CASES)
 )
+each_kernel = pytest.mark.parametrize("name", NAMES + FEW_NAMES)
+each_tall_kernel = pytest.mark.parametrize("name", NAMES)
+each_few_kernel = pytest.mark.parametrize("name", FEW_NAMES)
 
 
-@each_kernel
+@each_tall_kernel
 def test_the_steps_of_a_product_follow_each_other_without_a_wait(
     name: str, compiled: dict[str, dict[str, dict[str, int]]]
 ) -> None:
@@ -107,10 +137,39 @@ def test_the_steps_of_a_product_follow_each_other_without_a_wait(
 
 
 @each_kernel
-def test_two_programs_fit_on_a_processor(
+def test_as_many_programs_fit_on_a_processor_as_the_tiles_say(
     name: str, compiled: dict[str, dict[str, dict[str, int]]]
 ) -> None:
-    assert 2 * (compiled[name]["decode"]["shared"] + 1024) <= 228 * 1024
+    tiles, _ = (CASES | FEW_CASES)[name.removesuffix(" boxes")]
+    found = compiled[name]["decode"]
+    assert tiles.residents * (found["shared"] + 1024) <= 228 * 1024
+    registers = -(-found["registers"] // 8) * 8
+    assert tiles.residents * registers * 32 * tiles.warps <= 65536
+
+
+@each_kernel
+def test_next_to_nothing_is_spilled(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    assert compiled[name]["decode"]["stack"] <= 48
+
+
+@each_few_kernel
+def test_tiles_of_few_rows_use_the_small_products(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    found = compiled[name]["decode"]
+    assert found["products"] == 0
+    # Per loop and warp 2 · 128 / 16 of the scores, 4 · 64 / 16 of the values, 64 / 16 of the sums.
+    assert found["small_products"] >= 36
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "products" in name])
+def test_sums_are_products_of_the_same_kind_in_tall_tiles(
+    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+) -> None:
+    assert compiled[name]["decode"]["small_products"] >= 4
+    assert compiled[name.replace(" products", "")]["decode"]["small_products"] == 0
 
 
 @each_kernel
@@ -129,8 +188,8 @@ def test_every_kernel_waits_for_the_one_before_it(
 
 if __name__ == "__main__":
     found = {
-        name + " boxes" * boxes: compile_decode(sharing, boxes=boxes)
-        for name, sharing in CASES.items()
+        name + " boxes" * boxes: compile_decode(tiles, sharing, boxes=boxes)
+        for name, (tiles, sharing) in (CASES | FEW_CASES).items()
         for boxes in (False, True)
     }
     print(json.dumps(found))

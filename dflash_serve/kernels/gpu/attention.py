@@ -9,9 +9,8 @@ other requests, on the number of programs, nor on which of two modes runs:
     whole   one program per (request, key head, row tile) merges its splits in registers.
     split   several programs share the splits of one; a second kernel merges their results.
 
-In split mode the first programs of a request with few keys take it whole, each for a slice of the
-value columns: where other requests keep the processors busy, partial results cost more time than
-sharing the keys saves. Lengths are read on the device, since a captured step must fit any.
+In split mode the first programs of a request with few keys may take it whole, each for a slice of
+the value columns. Lengths are read on the device, since a captured step must fit any.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu.attention_decode import decode, merge_parts
 from dflash_serve.kernels.gpu.attention_splits import split_count
+from dflash_serve.kernels.gpu.attention_tiles import Sums
 from dflash_serve.kernels.gpu.launch import chained
 from dflash_serve.kernels.gpu.prefill import prefill_attention
 
@@ -53,12 +53,6 @@ _WHOLE_PAIRS = 128
 """(request, key head, row tile)s from which whole mode runs: one program on each processor reads
 nearly as fast as the memory allows."""
 
-_SHORT_PAIRS, _SHORT_KEYS = 48, 2048
-"""In split mode, from so many of them on a request of up to so many keys is taken whole."""
-
-_PROCESSOR_WARPS = 8
-"""Warps of the decode kernel that its registers leave room for on a processor."""
-
 _BOX_WIDTH = 128
 """Widest heads that the tensor memory accelerator reads."""
 
@@ -67,14 +61,20 @@ Mode = Literal["whole", "split"]
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTiles:
-    """Tile shapes and launch options of the decode kernels; row bits depend on `key_tile`.
+    """Tile shapes and launch options of the decode kernels.
+
+    Row bits depend on `key_tile` and `sums`, with 'lanes' on `row_tile` as well.
 
     Attributes:
-        row_tile: packed rows of a program, 64 or 128 (32 in float32).
+        row_tile: packed rows of a program.
         key_tile: keys of an iteration; divides the smallest split.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the main kernel.
         merge_rows, merge_warps: packed rows and warps of a program that merges splits.
+        sums: how the weights of a row are added: by a product with ones, in ascending order of
+            keys, or over the lanes that hold them.
+        registers: most of a thread of the main kernel.
+        residents: programs of the main kernel that a processor has room for.
     """
 
     row_tile: int
@@ -84,6 +84,9 @@ class DecodeTiles:
     stages: int = 3
     merge_rows: int = 4
     merge_warps: int = 4
+    sums: Sums = "lanes"
+    registers: int | None = None
+    residents: int = 2
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeTiles:
@@ -99,7 +102,7 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeT
     if width > 128:
         return DecodeTiles(64, 64, 128, stages=2)
     if packed_rows > 64:
-        return DecodeTiles(128, 64, width, warps=8)
+        return DecodeTiles(128, 64, width, warps=8, residents=1)
     return DecodeTiles(64, 64, width)
 
 
@@ -134,11 +137,8 @@ def share(pairs: int, splits: int, tiles: DecodeTiles) -> Sharing:
     """How programs share `pairs` (request, key head, row tile)s of up to `splits` splits."""
     if pairs >= _WHOLE_PAIRS:
         return Sharing("whole", 1)
-    programs = min(splits, max(1, _PROCESSORS * _PROCESSOR_WARPS // tiles.warps // pairs))
-    if pairs < _SHORT_PAIRS:
-        return Sharing("split", programs)
-    halves = programs > 1 and 2 * pairs <= _PROCESSORS and tiles.value_tile >= 64
-    return Sharing("split", programs, _SHORT_KEYS, 2 if halves else 1)
+    programs = max(1, _PROCESSORS * tiles.residents // pairs)
+    return Sharing("split", min(splits, programs))
 
 
 def decode_attention(
@@ -223,9 +223,11 @@ def _launch(
         VALUE_TILE=tiles.value_tile,
         SLICES=triton.cdiv(head_dim, tiles.value_tile),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SUMS=tiles.sums,
         EVICTION="evict_first",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers,
         **chained(query),
     )
     if split:

@@ -18,6 +18,7 @@ from dflash_serve.kernels.gpu.attention_splits import (
 from dflash_serve.kernels.gpu.attention_tiles import (
     attend_keys,
     load_query,
+    row_positions,
     row_tokens,
     store_rows,
 )
@@ -86,6 +87,7 @@ def _attend_all(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
     EVICTION: tl.constexpr,
     HEADS: tl.constexpr,
     key_box: tl.tensor,
@@ -93,11 +95,11 @@ def _attend_all(
     box_column: tl.tensor,
 ) -> None:
     """Columns first_column… of a row tile over all its splits, merged here, to `out`."""
-    _, row_sum, acc, _, _, _ = attend_keys(
+    _, row_sum, acc = attend_keys(
         query, key_pages, value_pages, table, page_stride, slot_stride,
         first, stop, clear_first, clear_stop, stop, capacity, position, first_column,
-        stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        "merge", PRECISION, EVICTION, key_box, value_box, box_column,
+        SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+        "merge", PRECISION, SUMS, EVICTION, key_box, value_box, box_column,
     )  # fmt: skip
     store_rows(out, acc, row_sum, tokens, heads, rows, first_column, HEADS, HEAD_DIM, VALUE_TILE)
 
@@ -139,6 +141,7 @@ def decode(
     VALUE_TILE: tl.constexpr,
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
     EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -166,7 +169,7 @@ def decode(
     key_pages += kv_head * head_stride
     value_pages += kv_head * head_stride
     tile = load_query(query, tokens, heads, rows, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D)
-    position = start + tl.minimum(tokens, rows - 1)
+    position = row_positions(start, tokens, rows)
     first_column = value_slice * VALUE_TILE
 
     clear_first = aligned
@@ -184,7 +187,7 @@ def decode(
             tile, key_pages, value_pages, table, page_stride, slot_stride, aligned, stop,
             clear_first, clear_stop, capacity, position, first_column, out, tokens, heads, rows,
             SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            PRECISION, EVICTION, KV_HEADS * GROUP, key_box, value_box, kv_head * HEAD_DIM,
+            PRECISION, SUMS, EVICTION, KV_HEADS * GROUP, key_box, value_box, kv_head * HEAD_DIM,
         )  # fmt: skip
     elif stop - aligned <= SHORT_KEYS:
         if SHORT_KEYS > 0:  # noqa: SIM102
@@ -195,7 +198,7 @@ def decode(
                     first_column + tl.program_id(2) * (VALUE_TILE // SHORT_SLICES),
                     out, tokens, heads, rows,
                     SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE // SHORT_SLICES, KEY_TILE, PAGE, WINDOW,
-                    CAUSAL, PRECISION, EVICTION, KV_HEADS * GROUP,
+                    CAUSAL, PRECISION, SUMS, EVICTION, KV_HEADS * GROUP,
                     key_box, short_box, kv_head * HEAD_DIM,
                 )  # fmt: skip
     else:
@@ -208,12 +211,12 @@ def decode(
             # For few keys masks everywhere: a second loop would fill a pipeline of its own.
             masked = (begin < clear_first) | (until > clear_stop)
             masked = masked & (until - begin <= _ONE_LOOP_KEYS)
-            row_max, row_sum, acc, _, _, _ = attend_keys(
+            row_max, row_sum, acc = attend_keys(
                 tile, key_pages, value_pages, table, page_stride, slot_stride,
                 begin, until, tl.where(masked, begin, clear_first),
                 tl.where(masked, begin, clear_stop), stop, capacity, position, first_column,
-                stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-                "one", PRECISION, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
+                SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+                "one", PRECISION, SUMS, EVICTION, key_box, value_box, kv_head * HEAD_DIM,
             )  # fmt: skip
             store_part(
                 part_max, part_sum, part_acc, split_index(begin), packed, width,
@@ -263,6 +266,6 @@ def merge_parts(
     )  # fmt: skip
     out += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
     store_rows(
-        out, acc, tl.where(packed < width, row_sum, 1.0), packed // GROUP,
-        kv_head * GROUP + packed % GROUP, rows, 0, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
+        out, acc, row_sum, packed // GROUP, kv_head * GROUP + packed % GROUP, rows,
+        0, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
     )  # fmt: skip

@@ -10,14 +10,22 @@ m // G, head m % G of the group. K columns of scores are K keys.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
 
 from dflash_serve.kernels.gpu.attention_splits import ends_split, finite, fresh, merge
 
-__all__ = ["attend_keys", "load_query", "row_tokens", "store_rows"]
+__all__ = ["Sums", "attend_keys", "load_query", "row_positions", "row_tokens", "store_rows"]
+
+Sums = Literal["products", "lanes"]
+
+_SUM_COLUMNS = tl.constexpr(8)
+"""Columns of ones that sum weights: the fewest that a product has."""
+
+_QUIET = tl.constexpr(1e30)
+"""Maximum of rows that nobody asked for: their weights become 0, and zeros take less power."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,8 +69,21 @@ def store_rows(
     column = first_column + tl.arange(0, VALUE_TILE)
     offset = (tokens.to(tl.int64) * HEADS + heads) * HEAD_DIM
     inside = (tokens < rows)[:, None] & (column < HEAD_DIM)[None, :]
+    row_sum = tl.where(tokens < rows, row_sum, 1.0)
     value = (acc / row_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + offset[:, None] + column[None, :], value, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_positions(start: tl.tensor, tokens: tl.tensor, rows: tl.tensor) -> Any:
+    """[ROW_TILE] absolute positions; −1 past `rows` tokens."""
+    return tl.where(tokens < rows, start + tokens, -1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def no_keys(position: tl.tensor) -> Any:
+    """[ROW_TILE] maxima of rows that have seen no key; those at −1 never weigh one."""
+    return tl.where(position < 0, _QUIET, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,15 +95,33 @@ def _add_tile(
     acc: tl.tensor,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> Any:
-    """Online softmax over the scores of one more tile of keys. SCALE holds log2(e), hence exp2."""
+    """Online softmax over the scores of one more tile of keys. SCALE holds log2(e), hence exp2.
+
+    A sum over the lanes that hold a row depends on the layout, and so on the row tile. A product
+    with ones adds the rounded weights in ascending order of keys, whatever the row tile.
+    """
     peak = tl.maximum(row_max, tl.max(score, 1))
     base = finite(peak)
     old = tl.exp2((row_max - base) * SCALE)
     weight = tl.exp2(tl.fma(score, SCALE, -(base * SCALE)[:, None]))
-    row_sum = tl.fma(row_sum, old, tl.sum(weight, 1))
-    acc = tl.dot(weight.to(value.dtype), value, acc * old[:, None], input_precision=PRECISION)
+    rounded = weight.to(value.dtype)
+    if SUMS == "products":
+        ones = tl.full((value.shape[0], _SUM_COLUMNS), 1.0, value.dtype)
+        row_sum = tl.dot(rounded, ones, row_sum * old[:, None], input_precision=PRECISION)
+    else:
+        row_sum = tl.fma(row_sum, old, tl.sum(weight, 1))
+    acc = tl.dot(rounded, value, acc * old[:, None], input_precision=PRECISION)
     return peak, row_sum, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _total(row_sum: tl.tensor, SUMS: tl.constexpr) -> Any:
+    """[ROW_TILE] sums of weights from the state of `_add_tile`."""
+    if SUMS == "products":
+        row_sum = tl.max(row_sum, 1)  # all columns are equal
+    return row_sum
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -144,7 +183,6 @@ def _scan(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     acc: tl.tensor,
-    boundary: tl.tensor,
     merged_max: tl.tensor,
     merged_sum: tl.tensor,
     merged_acc: tl.tensor,
@@ -159,6 +197,7 @@ def _scan(
     MASKED: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
     EVICTION: tl.constexpr,
     key_box: tl.tensor,
     value_box: tl.tensor,
@@ -206,10 +245,12 @@ def _scan(
         if SPLITS == "merge":  # noqa: SIM102
             if ends_split(begin):
                 merged_max, merged_sum, merged_acc = merge(
-                    merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
+                    merged_max, merged_sum, merged_acc, row_max, _total(row_sum, SUMS), acc, SCALE
                 )
-                row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
-        row_max, row_sum, acc = _add_tile(score, value, row_max, row_sum, acc, SCALE, PRECISION)
+                row_max = no_keys(position)
+        row_max, row_sum, acc = _add_tile(
+            score, value, row_max, row_sum, acc, SCALE, PRECISION, SUMS
+        )
     return row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page
 
 
@@ -229,7 +270,6 @@ def attend_keys(
     capacity: tl.tensor,
     position: tl.tensor,
     first_column: tl.tensor,
-    boundary: tl.tensor,
     SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -240,6 +280,7 @@ def attend_keys(
     CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
     EVICTION: tl.constexpr,
     key_box: tl.tensor = None,
     value_box: tl.tensor = None,
@@ -259,21 +300,23 @@ def attend_keys(
             with a window may clear_first lie above first.
         present_stop: keys from here on do not exist; they are not read.
         capacity: keys that the page table has room for.
-        position: [ROW_TILE] absolute positions of the rows.
+        position: [ROW_TILE] absolute positions of the rows, or −1: results of those mean nothing.
         first_column: first of the VALUE_TILE columns of the values to weigh.
         WINDOW: a row sees keys less than this far behind it; 0 for all.
-        boundary: first key of the second split, for SPLITS 'two'; −1 if there is none.
-        SPLITS: 'one' keeps none apart, 'merge' merges all, 'two' keeps two apart.
+        SUMS: how weights are added, 'products' or 'lanes'; see `_add_tile`.
+        SPLITS: 'one' for keys of one split, 'merge' merges all of them.
         key_box, value_box: descriptors of the pages as [slots, kv_heads · HEAD_DIM] with boxes of
             a tile, which then lies within a page; tiles without masks are read through them.
         box_column: first column of this key head in them.
 
     Returns:
-        Maximum, sum and weighted values of all keys or, with 'two', of the last split; then, with
-        'two', those of the split before it.
+        Maximum, sum and weighted values of all keys.
     """
     page = _load_page_ids(table, first, capacity, KEY_TILE, PAGE)
-    row_max, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
+    row_max = no_keys(position)
+    _, row_sum, acc = fresh(position.shape[0], VALUE_TILE)
+    if SUMS == "products":
+        row_sum = tl.zeros((position.shape[0], _SUM_COLUMNS), tl.float32)
     merged_max, merged_sum, merged_acc = fresh(position.shape[0], VALUE_TILE)
     hot = tl.minimum(tl.maximum(clear_first, first), stop)
     tail = tl.maximum(tl.minimum(clear_stop, stop // KEY_TILE * KEY_TILE), hot)
@@ -281,29 +324,30 @@ def attend_keys(
         row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
             query, key_pages, value_pages, table, page_stride, slot_stride,
             first, hot, page, capacity, present_stop, position, first_column,
-            row_max, row_sum, acc, boundary,
+            row_max, row_sum, acc,
             merged_max, merged_sum, merged_acc,
             SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-            True, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
+            True, SPLITS, PRECISION, SUMS, EVICTION, key_box, value_box, box_column,
         )  # fmt: skip
     row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
         hot, tail, page, capacity, present_stop, position, first_column,
-        row_max, row_sum, acc, boundary,
+        row_max, row_sum, acc,
         merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        False, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
+        False, SPLITS, PRECISION, SUMS, EVICTION, key_box, value_box, box_column,
     )  # fmt: skip
     row_max, row_sum, acc, merged_max, merged_sum, merged_acc, page = _scan(
         query, key_pages, value_pages, table, page_stride, slot_stride,
         tail, stop, page, capacity, present_stop, position, first_column,
-        row_max, row_sum, acc, boundary,
+        row_max, row_sum, acc,
         merged_max, merged_sum, merged_acc,
         SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        True, SPLITS, PRECISION, EVICTION, key_box, value_box, box_column,
+        True, SPLITS, PRECISION, SUMS, EVICTION, key_box, value_box, box_column,
     )  # fmt: skip
+    row_sum = _total(row_sum, SUMS)
     if SPLITS == "merge":
         row_max, row_sum, acc = merge(
             merged_max, merged_sum, merged_acc, row_max, row_sum, acc, SCALE
         )
-    return row_max, row_sum, acc, merged_max, merged_sum, merged_acc
+    return row_max, row_sum, acc

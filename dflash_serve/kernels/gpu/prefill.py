@@ -19,8 +19,10 @@ from torch import Tensor
 
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu.attention_tiles import (
+    Sums,
     attend_keys,
     load_query,
+    row_positions,
     row_tokens,
     store_rows,
 )
@@ -30,13 +32,14 @@ __all__ = ["PrefillTiles", "prefill_attention", "prefill_tiles"]
 
 @dataclasses.dataclass(frozen=True)
 class PrefillTiles:
-    """Tile shapes and launch options; row bits depend on `key_tile` alone.
+    """Tile shapes and launch options; row bits depend on `key_tile` and `sums` alone.
 
     Attributes:
         row_tile: packed rows of a program.
         key_tile: keys of an iteration.
         value_tile: value columns of a program; the scores are computed again for each.
         warps, stages: of the kernel.
+        sums: how the weights of a row are added, as for decoding.
     """
 
     row_tile: int
@@ -44,6 +47,7 @@ class PrefillTiles:
     value_tile: int
     warps: int = 8
     stages: int = 2
+    sums: Sums = "lanes"
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
@@ -113,6 +117,7 @@ def prefill_attention(
         VALUE_TILE=tiles.value_tile,
         SLICES=slices,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        SUMS=tiles.sums,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -168,6 +173,7 @@ def _prefill(
     VALUE_TILE: tl.constexpr,
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> None:
     """One row tile of one key head; the tiles with the most keys come first."""
     part = tl.program_id(0) % SLICES
@@ -191,7 +197,7 @@ def _prefill(
     key_pages += kv_head * head_stride
     value_pages += kv_head * head_stride
     tile = load_query(query, tokens, heads, rows, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D)
-    position = start + tl.minimum(tokens, rows - 1)
+    position = row_positions(start, tokens, rows)
     first_column = part * VALUE_TILE
 
     low = start + row_tile * ROW_TILE // GROUP
@@ -207,11 +213,11 @@ def _prefill(
     else:
         stop = tl.minimum(start + rows, capacity)
         clear_stop = stop // KEY_TILE * KEY_TILE
-    _, row_sum, acc, _, _, _ = attend_keys(
+    _, row_sum, acc = attend_keys(
         tile, key_pages, value_pages, table, page_stride, slot_stride,
         first, stop, clear_first, clear_stop, stop, capacity, position, first_column,
-        stop, SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
-        "one", PRECISION, "",
+        SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE, KEY_TILE, PAGE, WINDOW, CAUSAL,
+        "one", PRECISION, SUMS, "",
     )  # fmt: skip
     store_rows(
         out, acc, row_sum, tokens, heads, rows, first_column,
