@@ -49,6 +49,7 @@ def _replica(status: ReplicaStatus) -> dict[str, Any]:
         "replica": status.replica,
         "state": status.state,
         "restarts": status.restarts,
+        "start_seconds": status.start_seconds,
         "config": status.config,
         "engine": msgspec.to_builtins(status.info),
         "stats": msgspec.to_builtins(status.stats, str_keys=True),

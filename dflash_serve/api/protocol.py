@@ -76,6 +76,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
         step_age_s: seconds since the last step while work is pending; 0 when idle.
         state: whether it takes requests.
         restarts: how often its ranks were started again after one had died.
+        start_seconds: what the phases of the last start took.
     """
 
     model: str
@@ -87,6 +88,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     step_age_s: float = 0.0
     state: ReplicaState = "serving"
     restarts: int = 0
+    start_seconds: dict[str, float] = {}
 
 
 class Backend(Protocol):

@@ -254,6 +254,18 @@ _FAMILIES = (
         lambda s: [((), s.stats.scale.scale)] if s.stats.scale else [],
     ),
     _Family(
+        _COUNTER,
+        "dflash_consensus_steps",
+        "Steps whose tokens were sent after all ranks had committed the same.",
+        _one(lambda s: s.stats.consensus_steps),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_consensus_mismatches",
+        "Steps in which ranks committed different tokens; the first one ends the engine.",
+        _one(lambda s: s.stats.consensus_mismatches),
+    ),
+    _Family(
         _GAUGE,
         "dflash_step_age_seconds",
         "Seconds since the last step while work is pending.",
@@ -277,6 +289,13 @@ _FAMILIES = (
         "dflash_gang_restarts",
         "Times a replica's ranks were started again after one had died.",
         _one(lambda s: s.restarts),
+    ),
+    _Family(
+        _GAUGE,
+        "dflash_gang_start_seconds",
+        "Seconds that the phases of the last start of a replica's ranks took.",
+        lambda s: [((phase,), seconds) for phase, seconds in s.start_seconds.items()],
+        ("phase",),
     ),
     _Family(_GAUGE, "dflash_pages", "KV pages there are.", _one(lambda s: s.stats.pages_total)),
     _Family(

@@ -7,12 +7,13 @@ their own collectives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-import os
 import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -27,15 +28,16 @@ from dflash_serve.engine.client import Port
 from dflash_serve.engine.messages import Command, Report
 from dflash_serve.engine.pulse import Board
 from dflash_serve.errors import DFlashError, EngineDeadError
+from dflash_serve.serve.gang_checks import check_places
 from dflash_serve.serve.processes import await_exit, is_running, kill
+from dflash_serve.serve.rank_actor import RUNNER, RankActor, RankPlace
 from dflash_serve.serve.rundir import RunDir
 from dflash_serve.serve.settings import gpu_share
 
-__all__ = ["RankActor", "RankPlace", "RayExecutor"]
+__all__ = ["RayExecutor", "describe_death"]
 
 logger = log.get_logger(__name__)
 
-_RUNNER = "dflash_serve.engine.rank"
 _CREATE_TIMEOUT_S = 120.0
 _WATCH_S = 1.0
 _CAUSE_GRACE_S = 0.3
@@ -43,55 +45,6 @@ _CAUSE_GRACE_S = 0.3
 _EXIT_TIMEOUT_S = 10.0
 _STOPPED_TIMEOUT_S = 1.0
 """How long a killed rank may take before the system kills it: a stopped one hears of nothing."""
-
-
-class RankPlace(NamedTuple):
-    """Where a rank landed: what phase one of the start reports."""
-
-    node_id: str
-    pid: int
-    devices: tuple[str, ...]
-
-
-class RankActor:
-    """One rank's process. Made a Ray actor by `RayExecutor`, once its resources are known.
-
-    Args:
-        rank: tensor-parallel rank.
-        runner: module that holds `RankSpec` and `run_rank`.
-    """
-
-    def __init__(self, rank: int, runner: str = _RUNNER) -> None:
-        log.configure(rank=rank)
-        self._rank = rank
-        self._runner = runner
-        self._store: Any = None
-
-    def place(self) -> RankPlace:
-        """Report node, process and the devices Ray assigned."""
-        context = ray.get_runtime_context()
-        devices = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return RankPlace(context.get_node_id(), os.getpid(), devices)
-
-    def bind_store(self) -> int:
-        """Open the rendezvous on a port the system picks, and keep it open; rank 0 only."""
-        from dflash_serve.parallel.group import bind_store
-
-        self._store = bind_store()
-        return int(self._store.port)
-
-    def run(self, run_dir: str, config: EngineConfig, world_size: int, store_port: int) -> None:
-        """Load and serve until told to stop; blocks. Returning or raising ends the gang."""
-        module = importlib.import_module(self._runner)
-        spec = module.RankSpec(
-            config=config,
-            rank=self._rank,
-            world_size=world_size,
-            run_dir=run_dir,
-            store_host="127.0.0.1",
-            store_port=store_port,
-        )
-        module.run_rank(spec, store=self._store)
 
 
 class RayExecutor:
@@ -105,10 +58,15 @@ class RayExecutor:
         rank_cpus: CPUs reserved per rank.
         runner: module with `RankSpec`, `run_rank` and `rank_environment`; tests put a stand-in
             here.
+
+    Attributes:
+        places: where each rank runs, once all have reported.
+        start_seconds: what the phases of the start took: creating the actors, their reports,
+            telling each who the others are.
     """
 
     def __init__(
-        self, config: EngineConfig, *, rank_cpus: float = 1.0, runner: str = _RUNNER
+        self, config: EngineConfig, *, rank_cpus: float = 1.0, runner: str = RUNNER
     ) -> None:
         # Said once for all ranks: they cannot see how many share the cores.
         threads = config.threads or max(1, usable_cores() // config.tensor_parallel_size)
@@ -124,6 +82,7 @@ class RayExecutor:
         self._ended = threading.Lock()
         self._watcher: threading.Thread | None = None
         self.places: list[RankPlace] = []
+        self.start_seconds: dict[str, float] = {}
 
     def start(self) -> Port:
         """Start every rank in two phases: create and report, then connect and load.
@@ -136,12 +95,14 @@ class RayExecutor:
         self._run_dir = RunDir()
         port = ZmqPort.bind(str(self._run_dir.path))
         try:
-            self._create_actors()
-            self.places = [
-                self._await(actor.place.remote(), rank) for rank, actor in enumerate(self._actors)
-            ]
-            self._check_places()
-            self._run_ranks(str(self._run_dir.path))
+            with self._timed("create"):
+                self._create_actors()
+            with self._timed("report"):
+                self.places = self._collect_places()
+                check_places(self._config, self.places)
+            logger.info("ranks placed: %s", [(p.pid, p.devices) for p in self.places])
+            with self._timed("rank_map"):
+                self._run_ranks(str(self._run_dir.path))
         except BaseException:
             port.close()
             self.shutdown()
@@ -195,6 +156,17 @@ class RayExecutor:
 
     # -- start ------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.start_seconds[phase] = time.monotonic() - started
+
+    def _collect_places(self) -> list[RankPlace]:
+        """What every rank says; asked together, since each reads its checkpoints' headers."""
+        answers = [actor.place.remote(self._config) for actor in self._actors]
+        return [self._await(answer, rank) for rank, answer in enumerate(answers)]
+
     def _create_actors(self) -> None:
         group = ray.util.get_current_placement_group() or self._make_group()
         for rank in range(self._config.tensor_parallel_size):
@@ -234,18 +206,6 @@ class RayExecutor:
                 f"the cluster has {ray.available_resources()} free"
             )
         return self._own_group
-
-    def _check_places(self) -> None:
-        nodes = {place.node_id for place in self.places}
-        if len(nodes) > 1:
-            raise EngineDeadError(
-                f"the ranks landed on {len(nodes)} nodes; they must share one: use "
-                "placement_group_strategy STRICT_PACK"
-            )
-        devices = [place.devices for place in self.places]
-        if self._config.device == "cuda" and not self._config.share_gpu:
-            _check_distinct(devices)
-        logger.info("ranks placed: %s", [(p.pid, p.devices) for p in self.places])
 
     def _run_ranks(self, run_dir: str) -> None:
         world_size = len(self._actors)
@@ -380,12 +340,3 @@ def _weight(error: BaseException | None) -> int:
     if isinstance(error, RayTaskError):
         return 0 if isinstance(error.cause, DFlashError) else 1
     return 0 if isinstance(error, RayActorError) else 1
-
-
-def _check_distinct(devices: list[tuple[str, ...]]) -> None:
-    flat = [device for per_rank in devices for device in per_rank]
-    if len(flat) != len(devices) or len(set(flat)) != len(flat):
-        raise EngineDeadError(
-            f"each rank needs one GPU of its own, but Ray assigned {devices}; "
-            "reserve one GPU per rank, or set share_gpu for a test"
-        )

@@ -102,6 +102,7 @@ class Replica:
                 status,
                 state=self._state(),
                 restarts=self._engine.restarts,
+                start_seconds=self._start_seconds,
                 config=status.config | {"pid": os.getpid(), "ranks": self._ranks()},
             )
         )
@@ -140,8 +141,13 @@ class Replica:
         resolve_pair(config)
 
     def _start_gang(self) -> EngineClient:
+        started = time.monotonic()
         self._executor = self._make_executor(self._settings)
-        return start_engine(self._settings.engine, self._executor)
+        engine = start_engine(self._settings.engine, self._executor)
+        phases = self._executor.start_seconds
+        rest = time.monotonic() - started - sum(phases.values())
+        self._start_seconds = phases | {"initialise": rest}
+        return engine
 
     def _make_executor(self, settings: ServeSettings) -> RayExecutor:
         return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus)

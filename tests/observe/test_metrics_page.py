@@ -40,6 +40,8 @@ OWN_SERIES = [
     "dflash_step_seconds_total",
     "dflash_spec_drafts_total",
     "dflash_spec_emitted_tokens_total",
+    "dflash_consensus_steps_total",
+    "dflash_consensus_mismatches_total",
     "dflash_step_age_seconds",
     "dflash_outstanding_requests",
     "dflash_pages",

@@ -109,6 +109,7 @@ def test_server_info_names_every_rank_and_setting(fake):
     assert len({rank["pid"] for rank in info["config"]["ranks"]}) == 2
     assert info["config"]["tensor_parallel_size"] == 2
     assert info["config"]["max_ongoing_requests"] == 3
+    assert set(info["start_seconds"]) == {"create", "report", "rank_map", "initialise"}
 
 
 @pytest.mark.parametrize(
