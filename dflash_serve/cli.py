@@ -48,6 +48,9 @@ VerifyLength = Annotated[
 BlockSize = Annotated[
     int | None, typer.Option(min=1, help="In place of the draft checkpoint's block size.")
 ]
+DraftQuantization = Annotated[
+    Literal["fp8"] | None, typer.Option(help="Compute the draft in 8 bits; the output stays.")
+]
 
 Batches = Annotated[
     str | None, typer.Option(help="Batch sizes, by commas: 1,8; 1,8,32,128 on dummy weights.")
@@ -146,6 +149,7 @@ def generate_command(
     dtype: DType = "auto",
     verify_length: AutoLength = None,
     block_size: BlockSize = None,
+    draft_quantization: DraftQuantization = None,
 ) -> None:
     """Answer one prompt without Ray; prints tokens per step and the same without the draft."""
     from dflash_serve.bench.generate import generate
@@ -168,6 +172,7 @@ def generate_command(
         dtype=dtype,
         verify_length=_length(verify_length),
         block_size=block_size,
+        draft_quantization=draft_quantization,
         max_running=1,
     )
     generate(config, prompt, params, chat=not raw, console=_out)
@@ -194,6 +199,7 @@ def bench_step_command(
     device: Device = "auto",
     dtype: DType = "auto",
     block_size: BlockSize = None,
+    draft_quantization: DraftQuantization = None,
     peer: Annotated[bool, typer.Option(help="Also time transformers' generate at batch 1.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the raw figures as JSON.")] = None,
 ) -> None:
@@ -202,8 +208,8 @@ def bench_step_command(
     With presets such as dummy:qwen3-8b and dummy:qwen3-8b-b16 the weights are random: step times
     are real, tokens/s are modelled.
     """
+    options = {"device": device, "dtype": dtype, "draft_quantization": draft_quantization}
     if target.startswith("dummy:"):
-        options = {"device": device, "dtype": dtype}
         _bench_presets(target, draft, batch, context, verify, accept, options, output)
         return
     batch, verify = batch or "1,8", verify or "2,3,4,6,8"
@@ -217,8 +223,7 @@ def bench_step_command(
         target,
         draft,
         tp,
-        device=device,
-        dtype=dtype,
+        **options,
         block_size=block_size,
         max_running=max(batches),
         max_model_len=max_model_len,
@@ -227,14 +232,14 @@ def bench_step_command(
     ids = load_prompts(TextCodec.load(config.target), prompts, limit)
     with Progress(console=_err, transient=True) as progress:
         rows = bench_step(config, ids, batches, lengths, max_tokens, progress)
-    step_table(rows, _out)
+    step_table(rows, _out, draft_quantization)
     figures: dict[str, Any] = {"version": __version__, "rows": [row.as_json() for row in rows]}
     if peer:
         rate = transformers_rate(config.target, ids[: max(4, len(ids) // 2)], max_tokens)
         figures["transformers_tokens_per_second"] = rate
         _out.print(f"transformers generate, batch 1, float32 on CPU: {rate:.1f} tok/s")
     if output is not None:
-        output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(figures | options, indent=1) + "\n", encoding="utf-8")
 
 
 def _bench_presets(

@@ -20,6 +20,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 ExecutorName = Literal["inproc", "mp", "ray"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["fp8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,10 @@ class EngineConfig:
         draft_scale: factor on the draft's logits before the noise is added; it cannot change
             the output, only how often the draft agrees with the target. "auto" fits it to the
             acceptance of requests with a temperature.
+        draft_quantization: "fp8" keeps the draft's weights, and a copy of the target's head for it,
+            in 8-bit floating point and multiplies in it; None computes the draft in `dtype`. It
+            cannot change the output, only how often the draft agrees with the target. On CUDA it
+            needs compute capability 8.9.
         synthetic_acceptance: benchmarks only: each next proposal counts as accepted with this
             probability, whatever the target says, so the output is wrong on purpose.
         row_invariant: on CUDA, compute a token's logits the same way in every batch of up to 128
@@ -87,6 +92,7 @@ class EngineConfig:
     verify_length: int | Literal["auto"] | None = None
     block_size: int | None = None
     draft_scale: float | Literal["auto"] = 1.0
+    draft_quantization: Quantization | None = None
     synthetic_acceptance: float | None = None
     row_invariant: bool = True
     valid_vocab_size: int | None = None
@@ -114,6 +120,8 @@ class EngineConfig:
         _require_choice("device", self.device, ("auto", "cpu", "cuda"))
         _require_choice("dtype", self.dtype, ("auto", *DTYPE_BYTES))
         _require_choice("load_format", self.load_format, ("auto", "dummy"))
+        if self.draft_quantization is not None:
+            _require_choice("draft_quantization", self.draft_quantization, ("fp8",))
         _require_choice("executor", self.executor, ("inproc", "mp", "ray"))
         if self.synthetic_acceptance is not None and not 0.0 <= self.synthetic_acceptance <= 1.0:
             raise ConfigError(

@@ -71,6 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="dummy:qwen3-8b")
     parser.add_argument("--draft", default="dummy:qwen3-8b-b16", help="'none' for plain decoding")
+    parser.add_argument("--draft-quantization", choices=["fp8"], help="compute the draft in it")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=16)
@@ -88,6 +89,7 @@ def main() -> None:
             target=str(resolve_dummy(options.target, folder)),
             draft=None if draft is None else str(resolve_dummy(draft, folder)),
             load_format="dummy",
+            draft_quantization=options.draft_quantization,
             max_running=options.batch,
             max_model_len=options.context + 8192,
         )
@@ -95,7 +97,10 @@ def main() -> None:
         runner = Runner(pair, config)
         cell = GridBench(pair, runner, H200).cell(options.batch, options.context, rows)
         times = kernel_times(runner, options.batch, rows or 1)
-    table = Table(title=f"one step: {cell.device_ms:.3f} ms", title_justify="left")
+    drafted = (
+        "" if options.draft_quantization is None else f", draft in {options.draft_quantization}"
+    )
+    table = Table(title=f"one step: {cell.device_ms:.3f} ms{drafted}", title_justify="left")
     for name in ("kernel", "launches", "µs", "µs each"):
         table.add_column(name, justify="left" if name == "kernel" else "right")
     for time in times:

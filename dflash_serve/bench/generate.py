@@ -34,7 +34,10 @@ def generate(
     with_draft = _run(config, ids, params, console)
     console.print(codec.decode(with_draft.ids[0]), markup=False, highlight=False)
     console.rule(style="dim")
-    _describe("with the draft" if config.draft else "plain decoding", with_draft, console)
+    drafted = "with the draft"
+    if config.draft_quantization is not None:
+        drafted = f"draft in {config.draft_quantization}"
+    _describe(drafted if config.draft else "plain decoding", with_draft, console)
     if config.draft is None:
         return
     plain_config = dataclasses.replace(config, draft=None, verify_length=None, block_size=None)

@@ -226,9 +226,10 @@ def bench_presets(
         device, dtype = resolve_device(config)
         machine = local_machine(device, dtype)
         cells = bench_grid(config, batches, contexts, lengths, machine, console.print)
-    grid_table(cells, accept, block, console)
+    grid_table(cells, accept, block, console, config.draft_quantization)
     if output is not None:
         figures: dict[str, Any] = {"target": target, "draft": draft, **describe_machine(device)}
+        figures["draft_quantization"] = config.draft_quantization
         figures["cells"] = [cell.as_json() for cell in cells]
         output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -272,10 +273,17 @@ def best_lengths(cells: Sequence[Cell], accept: Sequence[float], block: int) -> 
 
 
 def grid_table(
-    cells: Sequence[Cell], accept: Sequence[float], block: int, console: Console
+    cells: Sequence[Cell],
+    accept: Sequence[float],
+    block: int,
+    console: Console,
+    draft_quantization: str | None = None,
 ) -> None:
     """Print the cells; tokens/s are modelled from `accept` tokens per whole block."""
-    table = Table(title="decode steps on random weights", title_justify="left")
+    title = "decode steps on random weights"
+    if draft_quantization is not None:
+        title += f"; draft in {draft_quantization}"
+    table = Table(title=title, title_justify="left")
     names = ("batch", "context", "g", "step ms p50", "p99", "device ms", "floor ms", "share")
     for name in (*names, *(f"tok/s at {a:g}*" for a in accept)):
         table.add_column(name, justify="right")

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--draft-quantization", choices=["fp8"], help="compute the draft in it")
     parser.add_argument("--kv-gib", type=float, help="memory for pages; enough if left out")
     parser.add_argument("--verify-length", help="by commas: plain, block, auto or numbers")
     parser.add_argument("--alpha", type=float, help="speed, soak: synthetic acceptance")
@@ -96,6 +97,7 @@ def _config(options: argparse.Namespace, folder: Path) -> EngineConfig:
         load_format=options.load_format,
         device=options.device,
         dtype=options.dtype,
+        draft_quantization=options.draft_quantization,
         kv_cache_gib=options.kv_gib,
         max_running=batch,
         max_model_len=length,
@@ -161,6 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             config = _config(options, Path(folder))
             device, _ = resolve_device(config)
+            if config.draft_quantization is not None:
+                _progress(f"the draft is computed in {config.draft_quantization}")
             found = _work(options, config)
         except DFlashError as error:
             sys.exit(f"error: {error}")

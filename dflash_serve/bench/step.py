@@ -120,9 +120,14 @@ def _floor_ms(
     return step_floor(target, draft, load, machine).seconds * 1e3
 
 
-def step_table(rows: Sequence[StepRow], console: Console) -> None:
+def step_table(
+    rows: Sequence[StepRow], console: Console, draft_quantization: str | None = None
+) -> None:
     """Print the rows, plain decoding first in each batch, with ratios to it."""
-    table = Table(title="decode, prefill left out", title_justify="left")
+    title = "decode, prefill left out"
+    if draft_quantization is not None:
+        title += f"; draft in {draft_quantization}"
+    table = Table(title=title, title_justify="left")
     for name in ("batch", "g", "step ms p50", "p99", "floor ms", "share", "tokens/step", "tok/s"):
         table.add_column(name, justify="right")
     table.add_column("vs plain", justify="right")

@@ -54,6 +54,7 @@ class DFlashDrafter:
     """The draft model with the target's embedding and head.
 
     Args:
+        head: a copy of the target's head to draft with; None takes the target's own.
         scale: factor on the draft's logits, a number or [1] float32.
         logits_rows: most rows sent through the head at once.
     """
@@ -66,9 +67,11 @@ class DFlashDrafter:
         group: Group,
         scale: float | Tensor,
         logits_rows: int,
+        head: Head | None = None,
     ) -> None:
         self._draft = draft
         self._target = target
+        self._head = head
         self._kv = kv
         self._group = group
         self._scale = scale
@@ -88,6 +91,7 @@ class DFlashDrafter:
             limit=self._logits_rows,
             scale=self._scale,
             truncate=False,
+            head=self._head,
         )
         return drafted.view(-1, rows - 1)
 
@@ -102,27 +106,31 @@ def head_rows(
     limit: int,
     scale: float | Tensor = 1.0,
     truncate: bool = True,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Head product and pick of [R, H] rows.
 
     On a GPU in one kernel where nothing truncates, else with the logits of at most `limit` rows
     at once.
 
+    Args:
+        head: in place of the target's.
+
     Returns:
         ids [R] and faults [R], as `parallel.pick.pick`.
     """
-    weight = _plain_weight(target.head)
+    head = head or target.head
+    weight = _plain_weight(head)
     if weight is not None and not (truncate and sampling.truncates) and fuses(hidden, weight):
-        shard = target.head.shard
-        return pick_head(hidden, weight, sampling, shard, group, noise=noise, scale=scale)
+        return pick_head(hidden, weight, sampling, head.shard, group, noise=noise, scale=scale)
     parts = []
     for first in range(0, hidden.shape[0], limit):
         some = slice(first, first + limit)
         parts.append(
             pick(
-                target.head.apply(hidden[some]),
+                head.apply(hidden[some]),
                 sampling.rows(first, first + limit),
-                target.head.shard,
+                head.shard,
                 group,
                 noise=None if noise is None else noise[some],
                 scale=scale,
@@ -137,7 +145,9 @@ def head_rows(
 def _plain_weight(head: Head) -> Tensor | None:
     """The weight of a head whose logits are hidden @ weight.T and nothing more.
 
-    That is what `Head.apply` computes; None for a head with an `apply` of another class or of its
-    own.
+    That is what `Head.apply` computes; None for a quantised weight, and for a head with an `apply`
+    of another class or of its own.
     """
+    if not isinstance(head.weight, Tensor):
+        return None
     return head.weight if getattr(head.apply, "__func__", None) is Head.apply else None

@@ -148,6 +148,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         verify_length: rows verified per step; 1 without a draft.
         block_size: the draft's block, or None without a draft.
         dummy_weights: the weights are random; the output means nothing.
+        draft_quantization: what the draft is computed in besides `dtype`, "fp8" or nothing.
         synthetic_acceptance: chance with which a proposal counts as accepted whatever the target
             says, for benchmarks; None where the output is real.
         startup: seconds (or bytes, by the name) of the parts of the start: first runs, in which
@@ -172,6 +173,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_bytes: int
     load_seconds: float
     dummy_weights: bool = False
+    draft_quantization: str | None = None
     synthetic_acceptance: float | None = None
     startup: dict[str, float] = {}
     fallbacks: list[str] = []

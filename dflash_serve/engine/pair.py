@@ -20,13 +20,15 @@ from dflash_serve.engine.checks import (
     resolve_device,
     resolve_pair,
 )
-from dflash_serve.errors import CheckpointError
+from dflash_serve.errors import CheckpointError, ConfigError
 from dflash_serve.kernels.attention import check_heads, check_page_size
+from dflash_serve.kernels.fp8 import COPY_DEPTH, check_device, quantize_weight, weight_nbytes
 from dflash_serve.kernels.linear import set_row_invariant
 from dflash_serve.log import get_logger
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.decoder import DenseDecoder
 from dflash_serve.models.dflash import DFlashDraft
+from dflash_serve.models.layers import Head
 from dflash_serve.models.loader import Checkpoint, check, load, load_dummy
 from dflash_serve.models.registry import target_class
 from dflash_serve.models.weights import Piece, WeightPlan
@@ -46,6 +48,7 @@ class Pair:
     Attributes:
         settings: everything that was decided about the pair before loading.
         draft, draft_kv: None for plain decoding.
+        draft_head: a quantised copy of the target's head for the draft, where there is one.
         synthetic_acceptance: see `EngineConfig`.
     """
 
@@ -63,6 +66,7 @@ class Pair:
     kv_bytes: int
     load_seconds: float
     synthetic_acceptance: float | None = None
+    draft_head: Head | None = None
 
     def inject(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Write the draft's context for T tokens; see `DFlashDraft.inject`."""
@@ -80,6 +84,8 @@ def prepare(config: EngineConfig, rank: int = 0) -> tuple[PairSettings, torch.de
     settings = resolve_pair(config)
     if device.type == "cuda":
         _check_kernels(config, settings)
+        if config.draft_quantization is not None:
+            _check_quantization(settings, config.tensor_parallel_size, device)
     check_budget(config, settings, dtype, device)
     if config.load_format == "dummy":
         return settings, device, dtype
@@ -99,6 +105,26 @@ def _check_kernels(config: EngineConfig, settings: PairSettings) -> None:
         if part is not None:
             model = part.model
             check_heads(model.num_heads, model.num_kv_heads, model.head_dim)
+
+
+def _check_quantization(settings: PairSettings, size: int, device: torch.device) -> None:
+    """Refuse a GPU or a draft that 8-bit products are not for."""
+    if settings.draft is None:
+        return
+    check_device(device)
+    model, hidden = settings.draft.model, settings.target.model.hidden_size
+    widths = {
+        "hidden_size": model.hidden_size,
+        "attention width of a rank": model.num_heads * model.head_dim // size,
+        "intermediate_size of a rank": model.intermediate_size // size,
+        "width of the tapped layers": len(settings.taps) * hidden,
+    }
+    for name, width in widths.items():
+        if width % COPY_DEPTH:
+            raise ConfigError(
+                f"draft_quantization is 'fp8', and the draft's {name} is {width}; on a GPU it must "
+                f"be a multiple of {COPY_DEPTH}: leave draft_quantization out"
+            )
 
 
 @torch.inference_mode()
@@ -129,11 +155,12 @@ def load_pair(
     _fill(config, config.target, target_plan, _ignored(settings), progress, "target")
     if settings.target.tied_head and config.load_format != "dummy":
         _check_tied(config.target, target)
-    draft_bytes = 0
+    draft_bytes, draft_head = 0, None
     if config.draft is not None and draft is not None and draft_plan is not None:
         _fill(config, config.draft, draft_plan, (), progress, "draft")
-        draft.finish_loading()
-        draft_bytes = draft_plan.bytes
+        draft_plan.pieces.clear()  # or they would hold what is quantised now
+        draft_head = _finish_draft(config, draft, target.head)
+        draft_bytes = draft.weight_bytes + (weight_nbytes(draft_head.weight) if draft_head else 0)
     pair = Pair(
         settings=settings,
         group=group,
@@ -151,6 +178,7 @@ def load_pair(
         kv_bytes=0,
         load_seconds=0.0,
         synthetic_acceptance=config.synthetic_acceptance,
+        draft_head=draft_head,
     )
     extra = 0 if reserve is None else reserve(pair)
     pages, page_size_bytes = num_pages(config, settings, group, dtype, device, extra)
@@ -160,6 +188,16 @@ def load_pair(
     pair.num_pages, pair.kv_bytes = pages, pages * page_size_bytes
     pair.load_seconds = time.monotonic() - began
     return pair
+
+
+def _finish_draft(config: EngineConfig, draft: DFlashDraft, head: Head) -> Head | None:
+    """Prepare loaded weights as configured; returns a copy of the head where the draft has one."""
+    draft.finish_loading()
+    if config.draft_quantization is None:
+        return None
+    draft.quantize()
+    assert isinstance(head.weight, Tensor)
+    return Head(quantize_weight(head.weight), head.shard)
 
 
 def _declare(

@@ -263,4 +263,5 @@ def _drafter(pair: Pair, scale: float | Tensor) -> Drafter | None:
         pair.group,
         scale,
         pair.logits_rows,
+        pair.draft_head,
     )

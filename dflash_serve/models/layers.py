@@ -15,7 +15,7 @@ from dflash_serve.cache.paged import PagedKV
 from dflash_serve.kernels.attention import AttentionView, attend
 from dflash_serve.kernels.block import BlockRows
 from dflash_serve.kernels.embedding import embed_rows
-from dflash_serve.kernels.linear import gated_linear, linear, linear_add_norm
+from dflash_serve.kernels.linear import Weight, gated_linear, linear, linear_add_norm
 from dflash_serve.kernels.norm import add_norm, rms_norm
 from dflash_serve.kernels.qkv import rope_and_store
 from dflash_serve.model_config import TransformerConfig
@@ -65,7 +65,7 @@ class Attention:
         self.num_heads, self.num_kv_heads = shard.num_heads, shard.num_kv_heads
         self.q_rows = shard.num_heads * width
         q_rows, kv_rows = _scaled(shard.heads, width), _scaled(shard.kv_heads, width)
-        self.qkv = plan.columns(
+        self.qkv: Weight = plan.columns(
             [
                 (f"{prefix}.q_proj.weight", all_heads, q_rows),
                 (f"{prefix}.k_proj.weight", kv, kv_rows),
@@ -73,7 +73,7 @@ class Attention:
             ],
             hidden,
         )
-        self.o = plan.rows(f"{prefix}.o_proj.weight", hidden, all_heads, q_rows)
+        self.o: Weight = plan.rows(f"{prefix}.o_proj.weight", hidden, all_heads, q_rows)
         self.q_norm = plan.replicated(f"{prefix}.q_norm.weight", width) if config.qk_norm else None
         self.k_norm = plan.replicated(f"{prefix}.k_norm.weight", width) if config.qk_norm else None
 
@@ -109,10 +109,10 @@ class GatedMLP:
         hidden, wide = config.hidden_size, config.intermediate_size
         mine = plan.part(wide)
         # Rows in turn: a product has a gate and its up side by side, hence in one thread.
-        self.gate_up = plan.alternating(
+        self.gate_up: Weight = plan.alternating(
             [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"], wide, mine, hidden
         )
-        self.down = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
+        self.down: Weight = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
 
     def __call__(self, normal: Tensor) -> Tensor:
         """[T, H] normalised rows → [T, I] for `down`."""
@@ -163,7 +163,7 @@ class DecoderLayer:
         return self._add(stream, wide, self.mlp.down, next_norm, consume=True)
 
     def _add(
-        self, stream: Tensor, x: Tensor, weight: Tensor, norm: Tensor, *, consume: bool = False
+        self, stream: Tensor, x: Tensor, weight: Weight, norm: Tensor, *, consume: bool = False
     ) -> tuple[Tensor, Tensor]:
         """stream + x @ weight.T summed over the ranks, and its norm: two [T, H]."""
         if self.group.size == 1:
@@ -222,7 +222,7 @@ class VocabEmbedding:
 class Head:
     """Language-model head: this rank's logits."""
 
-    def __init__(self, weight: Tensor, shard: VocabShard) -> None:
+    def __init__(self, weight: Weight, shard: VocabShard) -> None:
         self.weight = weight
         self.shard = shard
 
