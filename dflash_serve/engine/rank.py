@@ -33,6 +33,7 @@ from dflash_serve.engine.transport import (
     ZmqMailbox,
 )
 from dflash_serve.engine.watchdog import leave
+from dflash_serve.errors import EngineDeadError
 from dflash_serve.log import get_logger
 from dflash_serve.parallel.group import Group, Single, connect
 from dflash_serve.scheduler.draft_scale import DraftScale
@@ -43,6 +44,7 @@ __all__ = [
     "Links",
     "OnReady",
     "RankSpec",
+    "check_sums",
     "load_sized_pair",
     "rank_environment",
     "run_rank",
@@ -147,7 +149,7 @@ def _join(spec: RankSpec, store: TCPStore | None) -> Group:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     gloo = device.type == "cpu" or spec.config.share_gpu
-    return connect(
+    group = connect(
         spec.rank,
         spec.world_size,
         backend="gloo" if gloo else "nccl",
@@ -156,6 +158,25 @@ def _join(spec: RankSpec, store: TCPStore | None) -> Group:
         timeout_s=spec.config.start_timeout_s,
         store=store,
     )
+    check_sums(group, device)
+    return group
+
+
+def check_sums(group: Group, device: torch.device) -> None:
+    """Add up rank numbers, once per way a sum is taken: a link that is broken shows before a load.
+
+    Raises:
+        EngineDeadError: a sum is wrong.
+    """
+    expected = group.size * (group.size + 1) // 2
+    for count in (1, (1 << 20) // 4 + 1):
+        total = group.all_reduce(torch.full((count,), float(group.rank + 1), device=device))
+        if not bool((total == expected).all()):
+            raise EngineDeadError(
+                f"rank {group.rank}: adding up the numbers of {group.size} ranks gave "
+                f"{total.min().item():g} to {total.max().item():g} instead of {expected}; check "
+                "the links between the GPUs (nvidia-smi topo -m) or set NCCL_P2P_DISABLE=1"
+            )
 
 
 def load_sized_pair(config: EngineConfig, group: Group) -> Pair:
@@ -310,7 +331,6 @@ def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
         kv_bytes=pair.kv_bytes,
         load_seconds=pair.load_seconds,
         dummy_weights=config.load_format == "dummy",
-        draft_quantization=None if pair.draft_head is None else config.draft_quantization,
         synthetic_acceptance=config.synthetic_acceptance,
         startup=runner.startup,
         fallbacks=_fallbacks(config, runner),
