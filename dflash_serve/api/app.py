@@ -18,6 +18,7 @@ from dflash_serve.api.boundary import Boundary, read_object
 from dflash_serve.api.failures import JSONBody, describe, from_status
 from dflash_serve.api.info import server_info
 from dflash_serve.api.protocol import Backend, ReplicaStatus
+from dflash_serve.api.repeats import RunningRequests
 from dflash_serve.api.responses import ChatShape, CompletionShape, Shape
 from dflash_serve.api.schema import Call, parse_chat, parse_completion
 from dflash_serve.api.streaming import (
@@ -87,6 +88,7 @@ class _Routes:
     def __init__(self, backend: Backend, max_body_bytes: int) -> None:
         self._backend = backend
         self._max_body_bytes = max_body_bytes
+        self._running = RunningRequests()
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -109,11 +111,14 @@ class _Routes:
         parse: Callable[[dict[str, Any]], Call],
         make_shape: Callable[[Call], Shape],
     ) -> Response:
-        call = parse(await read_object(request, self._max_body_bytes))
+        body = await read_object(request, self._max_body_bytes)
+        call = parse(body)
         model = call.request.model
         self._check_model(model)
+        source = self._backend.generate(call.request)
+        key = self._running.begin(request.headers, request.url.path, body)
         logger.debug("%s begins, model %s", call.request.request_id, model)
-        deltas = DeltaStream(self._backend.generate(call.request), self.metrics.request(model))
+        deltas = DeltaStream(source, self.metrics.request(model), lambda: self._running.end(key))
         answered = False
         try:
             shape = make_shape(call)

@@ -18,11 +18,23 @@ from dflash_serve.errors import (
     UnavailableError,
 )
 
-__all__ = ["BodyTooLargeError", "Failure", "JSONBody", "describe", "from_status", "internal"]
+__all__ = [
+    "BodyTooLargeError",
+    "Failure",
+    "JSONBody",
+    "RepeatedRequestError",
+    "describe",
+    "from_status",
+    "internal",
+]
 
 
 class BodyTooLargeError(RequestError):
     """A request body above the limit (HTTP 413)."""
+
+
+class RepeatedRequestError(RequestError):
+    """A request that is running already (HTTP 409)."""
 
 
 class JSONBody(Response):
@@ -63,10 +75,12 @@ def describe(error: DFlashError, *, delivered: bool = False) -> Failure:
     """
     status, kind, code = _classify(error)
     headers: dict[str, str] = {}
-    if status >= 500 or status == 429:
+    if status >= 500 or status in (409, 429):
         headers["x-should-retry"] = "false" if delivered or status == 500 else "true"
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    elif status == 409:
+        headers["retry-after"] = "1"
     param = error.param if isinstance(error, RequestError) else None
     return Failure(status, _body(str(error), kind, param, code), headers)
 
@@ -93,6 +107,8 @@ def _classify(error: DFlashError) -> tuple[int, str, str | None]:
             return 404, "invalid_request_error", "model_not_found"
         case BodyTooLargeError():
             return 413, "invalid_request_error", "request_too_large"
+        case RepeatedRequestError():
+            return 409, "invalid_request_error", "request_running"
         case RequestError():
             return 400, "invalid_request_error", None
         case OverloadedError():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,15 +37,22 @@ class DeltaStream:
     Args:
         source: the backend's deltas.
         timer: told when tokens arrive.
+        on_end: called once, when nothing runs any more.
     """
 
-    def __init__(self, source: AsyncIterator[Delta], timer: RequestTimer) -> None:
+    def __init__(
+        self,
+        source: AsyncIterator[Delta],
+        timer: RequestTimer,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._timer = timer
         self._pending: Delta | None = None
         self._changed = asyncio.Event()
         self._delivered = self._finished = False
         self._task = asyncio.create_task(self._read(source))
         self._task.add_done_callback(lambda _: self._changed.set())
+        self._task.add_done_callback(lambda _: on_end())
 
     @property
     def delivered(self) -> bool:

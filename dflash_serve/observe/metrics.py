@@ -23,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE_LABEL = "all"
 """The front end measures over all replicas of a model."""
 
-FAILURE_STATUSES = (400, 404, 405, 413, 429, 500, 503)
+FAILURE_STATUSES = (400, 404, 405, 409, 413, 429, 500, 503)
 
 # A verified block brings several tokens per step, so times per token reach below a millisecond;
 # vLLM's own buckets begin at 10 ms.
