@@ -155,6 +155,8 @@ def translate_error(error: BaseException, model: str) -> BaseException:
     if isinstance(error, DFlashError) and not isinstance(error, RayTaskError):
         return error
     if isinstance(error, RayTaskError):
+        if isinstance(error.cause, asyncio.CancelledError):
+            return _died(model)  # raised here it would look like a cancellation of this request
         return translate_error(error.cause, model) if error.cause is not None else error
     if isinstance(error, BackPressureError):
         return OverloadedError(
@@ -163,10 +165,14 @@ def translate_error(error: BaseException, model: str) -> BaseException:
     if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
         return _no_replica(model)
     if isinstance(error, RayError):
-        return EngineDeadError(
-            f"the replica of {model} died while it worked on this request; send it again"
-        )
+        return _died(model)
     return error
+
+
+def _died(model: str) -> EngineDeadError:
+    return EngineDeadError(
+        f"the replica of {model} died while it worked on this request; send it again"
+    )
 
 
 def _no_replica(model: str) -> UnavailableError:

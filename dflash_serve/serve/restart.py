@@ -108,7 +108,7 @@ class RestartingEngine:
         """Refuse work that could not even begin.
 
         Raises:
-            UnavailableError: no gang runs; the text says why.
+            UnavailableError: no gang runs, or it stands still; the text says why.
         """
         if self._lost is not None:
             raise UnavailableError(self._lost)
@@ -119,6 +119,8 @@ class RestartingEngine:
             self._engine.check_health()
         except EngineDeadError as error:
             raise UnavailableError(f"{error}; the ranks are being started again") from error
+        except EngineStalledError as error:
+            raise UnavailableError(str(error)) from error
 
     def check_health(self) -> None:
         """Pass while the gang makes progress, or its successor may still come.

@@ -193,6 +193,8 @@ def test_a_stall_is_for_others_to_judge(make):
     first.error = EngineStalledError("no step")
     with pytest.raises(EngineStalledError):
         engine.check_health()
+    with pytest.raises(UnavailableError, match="no step"):
+        engine.stream("a request")
     time.sleep(0.05)
     assert engine.restarts == 0
 
