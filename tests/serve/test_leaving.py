@@ -85,6 +85,17 @@ def replicas(url):
     return httpx.get(f"{url}/server_info", timeout=30).json()["replicas"]
 
 
+def test_requests_of_dead_ranks_go_on_while_their_replica_starts_new_ones(url):
+    streams = begin(url)
+    before = {r["replica"]: r["config"]["pid"] for r in replicas(url)}
+    busy = max(replicas(url), key=lambda r: r["outstanding"])
+    assert busy["outstanding"]
+    os.kill(busy["config"]["ranks"][0]["pid"], signal.SIGKILL)
+    check(streams)
+    assert {r["replica"]: r["config"]["pid"] for r in replicas(url)} == before
+    until(lambda: {r["state"] for r in replicas(url)} == {"serving"}, "both serve", 30)
+
+
 @pytest.mark.slow
 def test_terminated_replica_hands_its_requests_over(url):
     streams = begin(url)
