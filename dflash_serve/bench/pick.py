@@ -1,7 +1,10 @@
 """Time of choosing ids from finished logits on a GPU, inside one CUDA graph.
 
     python -m dflash_serve.bench.pick --output pick.json
+    python -m dflash_serve.bench.pick --head --budget 240 --output head.json
     python -m dflash_serve.bench.pick --cpu-check          # a toy size in Triton's interpreter
+
+With --head the head product is timed too: with a pick after it, and with the pick in it.
 
 A graph holds many picks, each with logits of its own that together exceed the L2 cache several
 times over; a step would find a small batch's logits in the cache, so that small batches do better.
@@ -175,7 +178,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="time the pick")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--cpu-check", action="store_true", help="toy sizes in the interpreter")
+    parser.add_argument("--head", action="store_true", help="product and pick against both in one")
+    parser.add_argument("--rows", type=int, nargs="+", help="row counts with --head")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds with --head")
     options = parser.parse_args(arguments)
+    if options.head:
+        _compare_heads(options)
+        return
     if options.cpu_check:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, in the pick
         cases = [Case(kind, 2, 300, "float32") for kind in KINDS]
@@ -193,6 +202,19 @@ def main(arguments: list[str] | None = None) -> None:
         device = torch.cuda.get_device_name()
     if options.output is not None:
         options.output.write_text(json.dumps({"device": device, "cases": results}, indent=1) + "\n")
+
+
+def _compare_heads(options: argparse.Namespace) -> None:
+    if options.cpu_check:
+        os.environ["TRITON_INTERPRET"] = "1"
+    from dflash_serve.bench import head_pick
+
+    counts = tuple(options.rows or ((3, 130) if options.cpu_check else head_pick.ROWS))
+    if options.cpu_check:
+        with interpreted():
+            head_pick.compare(counts, options.budget, options.output, torch.device("cpu"))
+        return
+    head_pick.compare(counts, options.budget, options.output, torch.device("cuda"))
 
 
 if __name__ == "__main__":
