@@ -1,0 +1,149 @@
+"""The 8-bit kernels as compiled for an H200, which needs no GPU.
+
+Triton decides at import whether it interprets, hence the child process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dflash_serve.bench.fp8_jobs import SHAPES, Shape
+from dflash_serve.kernels.fp8 import FP8, Fp8Weight
+from dflash_serve.kernels.gpu import fp8
+from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile
+from dflash_serve.kernels.gpu.tiles import SHARED_BYTES
+from tests.kernels.test_small_compile import WAITS_FIRST, signature
+
+ROOT = Path(__file__).parents[2]
+ROWS = (16, 64, 128, 512, 2048)
+WIDTHS = (4096, 12288, 20480)
+BOXES = {FP8: "fp8e4nv", torch.bfloat16: "bf16"}
+
+
+def used(ptx: str) -> dict[str, int]:
+    """What the assembler says about a kernel: registers of a thread, bytes that it spills."""
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source)]
+        done = subprocess.run(
+            [*command, "-o", os.devnull], capture_output=True, text=True, check=True
+        )
+    said = done.stdout + done.stderr
+    registers, stored, loaded = (
+        max(int(n) for n in re.findall(pattern, said))
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
+    )
+    return {"registers": registers, "spilled": stored + loaded}
+
+
+def compile_one(run: Any) -> dict[str, int]:
+    """Facts about the one kernel that `run` launches."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    facts: dict[str, int] = {}
+
+    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": True}
+        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
+        boxes = {n: v for n, v in values.items() if isinstance(v, TensorDescriptor)}
+        types, constants, aligned = signature(self, values | dict.fromkeys(boxes, 1))
+        for name, box in boxes.items():
+            types[name] = f"tensordesc<{BOXES[box.base.dtype]}{list(box.block_shape)}>"
+            del constants[name]
+        source = ASTSource(self, types, constants, aligned)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = built.asm["ptx"]
+        facts.update(
+            used(ptx),
+            shared=built.metadata.shared,
+            tensor_cores=len(re.findall(r"wgmma\.mma_async\S*e4m3\.e4m3", ptx)),
+            other_products=ptx.count("mma.sync"),
+            copied=ptx.count("cp.async.bulk.tensor.2d.shared"),
+            waits_first=int(WAITS_FIRST.search(ptx) is not None),
+        )
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch):
+        run()
+    return facts
+
+
+def cases() -> dict[str, tuple[Shape, int, Fp8Tile]]:
+    """Every tile that a draft of Qwen3-8B gets."""
+    found = {}
+    for shape in SHAPES:
+        for rows in ROWS:
+            summed, gated = shape.kind == "add", shape.kind == "gated"
+            tile = fp8_tile(shape.columns, shape.depth, rows, gated=gated, summed=summed)
+            found[f"{'gated ' * gated}{tile}"] = shape, rows, tile
+    return found
+
+
+def compile_all() -> dict[str, dict[str, int]]:
+    """Facts about every kernel of this file."""
+    found = {}
+    for name, (shape, rows, tile) in cases().items():
+        data, scale = torch.empty(rows, shape.depth, dtype=FP8), torch.empty(rows)
+        size = shape.columns, shape.depth
+        weight = Fp8Weight(torch.empty(size, dtype=FP8), torch.empty(shape.columns))
+        call: Any = functools.partial(fp8.part_sums, data, scale, weight, tile)
+        if tile.parts == 1:
+            gated = shape.kind == "gated"
+            call = functools.partial(
+                fp8.product, data, scale, weight, tile, torch.bfloat16, gated=gated
+            )
+        found[name] = compile_one(call)
+    for width in WIDTHS:
+        x = torch.empty(16, width, dtype=torch.bfloat16)
+        found[f"quantize {width}"] = compile_one(functools.partial(fp8.quantize_rows, x))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict[str, dict[str, int]]) -> None:
+    assert compiled.keys() == cases().keys() | {f"quantize {width}" for width in WIDTHS}
+    for name, found in compiled.items():
+        assert found["spilled"] == 0, name
+        assert found["shared"] <= SHARED_BYTES, name
+        assert found["waits_first"], name
+
+
+def test_products_run_on_the_tensor_cores_of_8_bit_numbers(
+    compiled: dict[str, dict[str, int]],
+) -> None:
+    """Also those of few rows, whose weight takes the side that needs 64 of them."""
+    for name in cases():
+        assert compiled[name]["tensor_cores"] > 0, name
+        assert compiled[name]["other_products"] == 0, name
+        assert compiled[name]["copied"] > 0, name
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
