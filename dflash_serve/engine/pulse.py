@@ -151,7 +151,7 @@ class Board:
         deadline = time.monotonic() + timeout_s
         while (now := time.monotonic()) < deadline:
             signs = self.read().items()
-            if all(done(rank) or (s is not None and now - s.heard > limit) for rank, s in signs):
+            if all(done(rank) or s is None or now - s.heard > limit for rank, s in signs):
                 return
             time.sleep(_POLL_S)
 

@@ -234,7 +234,8 @@ class RayExecutor:
         while not self._stopping.is_set():
             done, _ = ray.wait(self._runs, num_returns=1, timeout=_WATCH_S)
             if done and not self._stopping.is_set():
-                self._failure = self._cause()
+                # What `end_stalled` has said already explains the deaths that it brought.
+                self._failure = self._failure or self._cause()
                 logger.warning("%s; ending the whole gang", self._failure)
                 self._kill_ranks()
                 return
