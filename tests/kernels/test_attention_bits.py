@@ -75,9 +75,9 @@ def test_a_request_of_few_keys_leaves_no_partial_results() -> None:
         (1, Sharing("split", 26)),
         (8, Sharing("split", 26)),
         (47, Sharing("split", 5)),
-        (64, Sharing("split", 4)),
-        (96, Sharing("split", 2)),
-        (127, Sharing("split", 2)),
+        (64, Sharing("split", 4, 2048, 2)),
+        (96, Sharing("split", 2, 2048)),
+        (127, Sharing("split", 2, 2048)),
         (128, Sharing("whole", 1)),
     ],
 )
@@ -86,7 +86,7 @@ def test_the_fewer_pairs_the_more_programs_share_each(pairs: int, expected: Shar
 
 
 def test_more_programs_share_where_more_fit_on_a_processor() -> None:
-    tiles = dataclasses.replace(decode_tiles(128, torch.bfloat16, 64), residents=3)
+    tiles = decode_tiles(128, torch.bfloat16, 16)
     assert share(64, 26, tiles) == Sharing("split", 6)
     assert share(64, 5, tiles) == Sharing("split", 5)
 

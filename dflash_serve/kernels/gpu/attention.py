@@ -53,6 +53,10 @@ _WHOLE_PAIRS = 128
 """(request, key head, row tile)s from which whole mode runs: one program on each processor reads
 nearly as fast as the memory allows."""
 
+_SHORT_PAIRS, _SHORT_KEYS = 48, 2048
+"""In split mode, from so many of them on a request of up to so many keys is taken whole: partial
+results of 64 rows cost as much memory traffic as 256 keys. Those of 16 rows do not."""
+
 _BOX_WIDTH = 128
 """Widest heads that the tensor memory accelerator reads."""
 
@@ -92,7 +96,8 @@ class DecodeTiles:
 def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeTiles:
     """Options for a head width and R · G packed rows.
 
-    The row tile is 64 or 128: within those, a warp holds the same 16 rows in the same layout.
+    The heights of one width add weights by products, in one order, and so give the same bits: 16
+    rows, which leave three programs room on a processor, for plain decoding and short blocks.
     """
     width = triton.next_power_of_2(head_dim)
     if dtype == torch.float32:  # no tensor cores, and everything takes twice the shared memory
@@ -102,8 +107,10 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, packed_rows: int) -> DecodeT
     if width > 128:
         return DecodeTiles(64, 64, 128, stages=2)
     if packed_rows > 64:
-        return DecodeTiles(128, 64, width, warps=8, residents=1)
-    return DecodeTiles(64, 64, width)
+        return DecodeTiles(128, 64, width, warps=8, sums="products", residents=1)
+    if packed_rows > 16:
+        return DecodeTiles(64, 64, width, sums="products")
+    return DecodeTiles(16, 64, width, sums="products", registers=168, residents=3)
 
 
 def attend(query: Tensor, key_pages: Tensor, value_pages: Tensor, view: AttentionView) -> Tensor:
@@ -137,8 +144,11 @@ def share(pairs: int, splits: int, tiles: DecodeTiles) -> Sharing:
     """How programs share `pairs` (request, key head, row tile)s of up to `splits` splits."""
     if pairs >= _WHOLE_PAIRS:
         return Sharing("whole", 1)
-    programs = max(1, _PROCESSORS * tiles.residents // pairs)
-    return Sharing("split", min(splits, programs))
+    programs = min(splits, max(1, _PROCESSORS * tiles.residents // pairs))
+    if pairs < _SHORT_PAIRS or tiles.row_tile < 64:
+        return Sharing("split", programs)
+    halves = programs > 1 and 2 * pairs <= _PROCESSORS and tiles.value_tile >= 64
+    return Sharing("split", programs, _SHORT_KEYS, 2 if halves else 1)
 
 
 def decode_attention(
