@@ -28,7 +28,7 @@ def row_sampling(
 ) -> RowSampling:
     """The same parameters for every row, and a seed for each."""
     return RowSampling(
-        temperature=torch.full((count,), temperature),
+        temperature=torch.full((count,), temperature, dtype=torch.float64),
         top_k=torch.full((count,), top_k),
         top_p=torch.full((count,), top_p, dtype=torch.float64),
         min_p=torch.full((count,), min_p, dtype=torch.float64),

@@ -32,6 +32,7 @@ WAITS_FIRST = re.compile(
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",

@@ -22,7 +22,7 @@ from dflash_serve.kernels.gpu.noise import gumbel, philox
 from dflash_serve.kernels.gpu.pick import ordered
 from dflash_serve.kernels.rows import RowSampling
 
-__all__ = ["head_keys"]
+__all__ = ["head_keys", "largest", "pick_keys"]
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHANGING = ["rows", "first_row", "requests", "valid"]
@@ -156,7 +156,7 @@ def _noisy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pick(  # type: ignore[no-untyped-def]
+def pick_keys(  # type: ignore[no-untyped-def]
     logits, column0, row, rows, first_id, valid, factor, noisy,
     temperatures, seeds, positions, temperature_stride, seed_stride, position_stride,
     first_row, count, PIECE: tl.constexpr, NOISE: tl.constexpr,
@@ -167,16 +167,16 @@ def _pick(  # type: ignore[no-untyped-def]
         inside = row < rows
         hot = False
         if noisy:
-            heat = tl.load(temperatures + request * temperature_stride, mask=inside, other=0.0)
-            hot = tl.max(heat.to(tl.float32), 0) > 0.0
+            most = tl.load(temperatures + request * temperature_stride, mask=inside, other=0.0)
+            hot = tl.max(most.to(tl.float32), 0) > 0.0
         if hot:
             heat = tl.load(temperatures + request * temperature_stride, mask=inside, other=0.0)
             seed = tl.load(seeds + request * seed_stride, mask=inside, other=0)
             position = tl.load(positions + request * position_stride, mask=inside, other=0)
             position += (first_row + row) % count
             # For greedy rows 0 · G is a zero, which changes no key.
-            heat = tl.maximum(heat.to(tl.float32), 0.0)
-            keys = _noisy(logits, column0, first_id, valid, factor, heat, seed, position, PIECE)
+            warm = tl.maximum(heat.to(tl.float32), 0.0)
+            keys = _noisy(logits, column0, first_id, valid, factor, warm, seed, position, PIECE)
         else:
             best, at = _plain(logits, logits, logits, column0, valid, factor, PIECE, True)
             keys = _keys(best, at, first_id, valid)
@@ -222,7 +222,7 @@ def _by_address(  # type: ignore[no-untyped-def]
             a = tl.load(x_at + start, mask=row_inside & inside, other=0.0)
             w = tl.load(w_at + start, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
-    keys = _pick(
+    keys = pick_keys(
         acc.to(weight.dtype.element_ty), column0, row, rows, first_id, valid, factor, True,
         temperatures, seeds, positions, temperature_stride, seed_stride, position_stride,
         first_row, count, PIECE, NOISE,
@@ -275,7 +275,7 @@ def _copied(  # type: ignore[no-untyped-def]
         row = row0 + tl.arange(0, ROWS)
         # Rounded here rather than in the branches of the pick: a wait for the product in each of
         # them would keep its steps from following each other.
-        keys = _pick(
+        keys = pick_keys(
             acc.to(weight.dtype), column0, row, rows, first_id, valid, factor, noisy,
             temperatures, seeds, positions, temperature_stride, seed_stride, position_stride,
             first_row, count, PIECE, NOISE,
@@ -358,11 +358,16 @@ def head_keys(
             x, weight, partial, *table, x.stride(0), *strides, count, columns, depth, *sampling,
             EVEN=depth % tile.depth == 0, **options, **chained(x),
         )  # fmt: skip
+    return largest(partial, keys)
+
+
+def largest(partial: Tensor, keys: Tensor) -> Tensor:
+    """The keys [R], filled with the maximum of each row of [tiles, R]."""
+    tiles, count = partial.shape
     wide = 1 if count <= 128 else 16
     _largest[(triton.cdiv(count, wide),)](
-        partial, keys, count, column_tiles, ROWS=wide, TILES=1024 // wide, num_warps=4,
-        **chained(keys),
-    )  # fmt: skip
+        partial, keys, count, tiles, ROWS=wide, TILES=1024 // wide, num_warps=4, **chained(keys)
+    )
     return keys
 
 
