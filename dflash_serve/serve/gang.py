@@ -209,6 +209,8 @@ class RayExecutor:
 
     def _run_ranks(self, run_dir: str) -> None:
         world_size = len(self._actors)
+        for actor in self._actors:
+            actor.prepare.remote()  # not waited for: what goes wrong there, goes wrong in `run`
         # A gang of one has nobody to meet.
         bind = self._actors[0].bind_store.remote
         store_port = self._await(bind(), 0) if world_size > 1 else 0

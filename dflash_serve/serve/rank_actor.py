@@ -64,6 +64,10 @@ class RankActor:
             checkpoints=digest_checkpoints(config),
         )
 
+    def prepare(self) -> None:
+        """Import what `run` needs: seconds that all ranks can spend at the same time."""
+        importlib.import_module(self._runner)
+
     def bind_store(self) -> int:
         """Open the rendezvous on a port the system picks, and keep it open; rank 0 only."""
         from dflash_serve.parallel.group import bind_store
