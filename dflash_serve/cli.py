@@ -1,4 +1,4 @@
-"""Command line: serve · generate · bench · roofline · check."""
+"""Command line: serve · generate · bench · roofline · check · replay."""
 
 from __future__ import annotations
 
@@ -351,6 +351,32 @@ def check(
         _err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     report.require_valid()
     _out.print(f"{config}: {len(report.applications)} application(s), no problems", markup=False)
+
+
+@app.command("replay")
+@_reported
+def replay_command(
+    record: Annotated[Path, typer.Argument(help="A flight record; the log of a rank names it.")],
+    target: Target,
+    draft: Draft,
+    dtype: DType = "auto",
+) -> None:
+    """Run the steps of a flight record again on CPU; exit code 1 where an id differs."""
+    from dflash_serve.engine.recorder import load_record
+    from dflash_serve.engine.replay import replay
+
+    pair = _config(target, draft, 1)
+    outcome = replay(load_record(record), pair.target, pair.draft, dtype=dtype)
+    for slot, reason in outcome.skipped.items():
+        _out.print(f"slot {slot} cannot be replayed: {reason}", markup=False)
+    _out.print(f"{outcome.steps} steps, {outcome.entries} prefill chunks and blocks compared")
+    if (found := outcome.difference) is not None:
+        _out.print(
+            f"step {found.step} is the first that differs, in slot {found.slot}: "
+            f"recorded {found.recorded}, replayed {found.replayed}",
+            markup=False,
+        )
+        raise typer.Exit(1)
 
 
 def main() -> None:

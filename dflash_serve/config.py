@@ -73,6 +73,8 @@ class EngineConfig:
         hang_timeout_s: seconds without a completed step, while work is pending, after which
             the engine counts as stalled.
         start_timeout_s: seconds the ranks may take to load and report ready.
+        record_dir: folder for the flight records of engines that end badly; None takes one of
+            this user's in the system's temporary folder.
     """
 
     target: str
@@ -103,6 +105,7 @@ class EngineConfig:
     threads: int | None = None
     hang_timeout_s: float = 30.0
     start_timeout_s: float = 600.0
+    record_dir: str | None = None
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 

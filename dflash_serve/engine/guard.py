@@ -1,13 +1,18 @@
-"""What surrounds the steps of a rank, the same on rank 0 and on followers."""
+"""What surrounds the steps of a rank, the same on rank 0 and on followers.
+
+Pulse and watchdog, the checksum of what was committed, the flight recorder.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
 
+from dflash_serve.config import EngineConfig
 from dflash_serve.engine.consensus import Echo, checksum
 from dflash_serve.engine.pulse import Board, Pulse
 from dflash_serve.engine.readback import Pending
+from dflash_serve.engine.recorder import Recorder
 from dflash_serve.engine.runner import Runner
 from dflash_serve.engine.watchdog import Watchdog, leave
 from dflash_serve.scheduler.plan import StepPlan, StepResult
@@ -19,7 +24,8 @@ class Guard:
     """Launches and reads back a rank's steps under its watchdog; a context manager.
 
     Args:
-        hang_timeout_s: age of the last completed step, while work is pending, that ends the rank.
+        config: `hang_timeout_s` is the age of the last completed step, while work is pending,
+            that ends the rank.
         board: see `Watchdog`.
         on_trip: what ends the rank; the default ends the process.
 
@@ -30,19 +36,22 @@ class Guard:
     def __init__(
         self,
         runner: Runner,
-        hang_timeout_s: float,
+        config: EngineConfig,
         board: Board | None = None,
         on_trip: Callable[[str], None] = leave,
     ) -> None:
         self.runner = runner
         self.pulse = Pulse()
         self._rank = runner.pair.group.rank
+        self._recorder = Recorder(
+            config, self._rank, runner.pair.group.size, runner.pair.settings.max_model_len
+        )
         self._watchdog = Watchdog(
             self.pulse,
-            hang_timeout_s,
+            config.hang_timeout_s,
             rank=self._rank,
             board=board,
-            record=lambda reason: None,
+            record=self._recorder.dump,
             on_trip=on_trip,
         )
 
@@ -61,11 +70,13 @@ class Guard:
     def launch(self, plan: StepPlan) -> Pending:
         """Queue a plan on the device."""
         self.pulse.begin(plan.step)
+        self._recorder.launched(plan)
         return self.runner.launch(plan)
 
     def settle(self, pending: Pending) -> tuple[StepResult, Echo]:
         """Wait for a step; returns its outcome and what rank 0 is to hear of it."""
-        result = pending.result()
-        echo = Echo(self._rank, pending.plan.step, checksum(pending.plan.step, result))
-        self.pulse.complete(pending.plan.step)
+        step, result = pending.plan.step, pending.result()
+        echo = Echo(self._rank, step, checksum(step, result))
+        self._recorder.settled(step, result, echo.checksum)
+        self.pulse.complete(step)
         return result, echo

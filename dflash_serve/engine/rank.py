@@ -233,7 +233,7 @@ def serve_rank_zero(
     scheduler = Scheduler(limits_of(config, runner), policy, scale)
     ledger = Ledger(links.echoes, pair.group.size - 1)
     try:
-        with Guard(runner, config.hang_timeout_s, links.board, links.on_trip) as guard:
+        with Guard(runner, config, links.board, links.on_trip) as guard:
             links.mailbox.send(Report(info=_info(config, runner), stats=scheduler.snapshot()))
             EngineLoop(
                 scheduler,
@@ -253,7 +253,7 @@ def _serve_follower(spec: RankSpec, pair: Pair, on_ready: OnReady | None) -> Non
     runner, _ = _ready_runner(spec.config, pair, on_ready)
     board = Board(spec.run_dir, spec.world_size)
     try:
-        with Guard(runner, spec.config.hang_timeout_s, board) as guard:
+        with Guard(runner, spec.config, board) as guard:
             follow(guard, plans, echoes, overlap=_overlaps(spec.config, pair))
     finally:
         plans.close()

@@ -21,10 +21,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 @pytest.fixture
-def config(pair: TinyPair) -> EngineConfig:
+def config(pair: TinyPair, tmp_path: Path) -> EngineConfig:
     """One rank in this process."""
     return EngineConfig(
-        target=pair.target, draft=pair.draft, device="cpu", max_model_len=256, max_running=4
+        target=pair.target,
+        draft=pair.draft,
+        device="cpu",
+        max_model_len=256,
+        max_running=4,
+        record_dir=str(tmp_path / "records"),
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.messages import TokenEvent
 from dflash_serve.engine.readback import Pending
+from dflash_serve.engine.recorder import load_record
 from dflash_serve.engine.runner import Runner
 from dflash_serve.errors import EngineDeadError
 from dflash_serve.scheduler.plan import StepPlan, StepResult
@@ -70,6 +72,16 @@ def test_a_rank_that_commits_another_token_ends_the_engine_before_it_is_sent(
         assert ids_of(seen) == ids_of(honest.events[0][: len(seen)])
     finally:
         engine.shutdown()
+    assert config.record_dir is not None
+    records = [load_record(path) for path in Path(config.record_dir).iterdir()]
+    assert sorted(record.rank for record in records) == [0, 1]
+    assert all("ConsensusError" in record.reason for record in records)
+    zero, one = (
+        {step.plan.step: step.checksum for step in record.steps if step.checksum is not None}
+        for record in records
+    )
+    common = sorted(zero.keys() & one.keys())
+    assert [step for step in common if zero[step] != one[step]] == common[3:4]
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ def test_a_stopped_rank_of_a_real_pair_is_named_and_ends_all(clean, tmp_path, vi
         executor="ray",
         max_model_len=500,
         hang_timeout_s=3,
+        record_dir=str(tmp_path / "records"),
     )
     ranks = RayExecutor(config, rank_cpus=0.5)
     client = EngineClient(ranks, start_timeout_s=120, hang_timeout_s=config.hang_timeout_s)
@@ -110,6 +111,8 @@ def test_a_stopped_rank_of_a_real_pair_is_named_and_ends_all(clean, tmp_path, vi
         client.collect([submit(max_tokens=400)], strike)
     until(lambda: not any(is_running(p.pid) for p in ranks.places), "both ranks are gone", 5)
     client.shutdown()
+    (record,) = (tmp_path / "records").iterdir()
+    assert record.name.startswith(f"dflash-rank{1 - victim}-")
 
 
 @pytest.mark.parametrize(
