@@ -18,10 +18,18 @@ from dflash_serve.models.loader import Checkpoint
 from dflash_serve.parallel.group import Group
 from dflash_serve.parallel.shard import HeadShard
 
-__all__ = ["PairSettings", "check_budget", "num_pages", "resolve_device", "resolve_pair"]
+__all__ = [
+    "PairSettings",
+    "check_budget",
+    "num_pages",
+    "page_size_on",
+    "resolve_device",
+    "resolve_pair",
+]
 
 logger = get_logger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PAGE_SIZES = {"cpu": 16, "cuda": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,11 @@ def resolve_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, t
             "use fewer ranks, or share_gpu for a test"
         )
     return torch.device("cuda", 0 if alone else rank), _DTYPES[dtype]
+
+
+def page_size_on(config: EngineConfig, device: torch.device) -> int:
+    """Tokens in one page: what the configuration says, or what suits the device."""
+    return config.page_size or _PAGE_SIZES[device.type]
 
 
 def resolve_pair(config: EngineConfig) -> PairSettings:
@@ -201,19 +214,20 @@ def _own_pages(
     reserve: int = 0,
 ) -> tuple[int, int]:
     """`num_pages` as far as one rank can tell."""
+    page_size = page_size_on(config, device)
     name = next(n for n, d in _DTYPES.items() if d is dtype)
     models = [settings.target.model, *([settings.draft.model] if settings.draft else [])]
     size = sum(
         page_bytes(
             m.num_layers,
-            config.page_size,
+            page_size,
             HeadShard.of(m, rank, ranks).num_kv_heads,
             m.head_dim,
             DTYPE_BYTES[name],
         )
         for m in models
     )
-    one_request = -(-(settings.max_model_len + settings.geometry.lookahead) // config.page_size)
+    one_request = -(-(settings.max_model_len + settings.geometry.lookahead) // page_size)
     least = one_request + 1
     budget = _budget(config, device, reserve)
     pages = config.max_running * one_request + 1 if budget is None else int(budget) // size

@@ -178,7 +178,7 @@ def limits_of(config: EngineConfig, runner: Runner) -> Limits:
     return Limits(
         max_running=config.max_running,
         max_model_len=settings.max_model_len,
-        page_size=config.page_size,
+        page_size=runner.pair.page_size,
         num_pages=runner.pair.num_pages,
         prefill_chunk=config.prefill_chunk,
         verify_rows=settings.geometry.verify_rows,

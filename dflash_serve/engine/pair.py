@@ -17,6 +17,7 @@ from dflash_serve.engine.checks import (
     PairSettings,
     check_budget,
     num_pages,
+    page_size_on,
     resolve_device,
     resolve_pair,
 )
@@ -100,7 +101,7 @@ def prepare(config: EngineConfig, rank: int = 0) -> tuple[PairSettings, torch.de
 
 def _check_kernels(config: EngineConfig, settings: PairSettings) -> None:
     """Refuse shapes that the GPU's kernels do not cover."""
-    check_page_size(config.page_size)
+    check_page_size(page_size_on(config, torch.device("cuda")))
     for part in (settings.target, settings.draft):
         if part is not None:
             model = part.model
@@ -171,7 +172,7 @@ def load_pair(
         draft_kv=None
         if settings.draft is None
         else _pages(settings.draft.model, 1, config, group, dtype, device),
-        page_size=config.page_size,
+        page_size=page_size_on(config, device),
         num_pages=1,
         logits_rows=config.logits_rows,
         weight_bytes=target_plan.bytes + draft_bytes,
@@ -269,7 +270,7 @@ def _pages(
     return PagedKV(
         model.num_layers,
         pages,
-        config.page_size,
+        page_size_on(config, device),
         HeadShard.of(model, group.rank, group.size).num_kv_heads,
         model.head_dim,
         dtype,

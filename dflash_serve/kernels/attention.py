@@ -34,7 +34,7 @@ def check_page_size(page_size: int) -> None:
     if page_size < _MIN_PAGE or page_size & (page_size - 1):
         raise ConfigError(
             f"page_size is {page_size}; on a GPU it must be a power of two of at least "
-            f"{_MIN_PAGE}; use 16"
+            f"{_MIN_PAGE}; use 64"
         )
 
 
