@@ -31,8 +31,9 @@ from dflash_serve.kernels import linear
 from dflash_serve.kernels.backend import interpreted
 from dflash_serve.kernels.fp8 import Fp8Weight, quantize_rows, quantize_weight
 from dflash_serve.kernels.gated_mlp import silu_mul
-from dflash_serve.kernels.gpu import fp8
+from dflash_serve.kernels.gpu import fp8, fp8_head
 from dflash_serve.kernels.norm import add_norm
+from dflash_serve.kernels.pick import best_keys, fuses, head_keys, unpack
 
 __all__ = ["main"]
 
@@ -68,6 +69,7 @@ class Result:
             "rows": self.job.rows,
             "way": self.job.way,
             "tile": tile,
+            "apart": self.job.apart,
             "microseconds": self.microseconds,
             "error": self.error,
             "right": self.right,
@@ -95,9 +97,11 @@ class Operands:
 
 
 def compute(job: Job, operands: Operands, index: int, x: Tensor, residual: Tensor) -> Tensor:
-    """One product of a job with the index-th weight; [T, N] before a norm that follows it."""
+    """One product of a job with the index-th weight: [T, N] before a norm, or keys of ids [T]."""
     kind, norm = job.shape.kind, operands.norm
     weight: Tensor | Fp8Weight = operands.weights[index]
+    if kind == "pick" and job.way != "library" and not job.apart:
+        return _picked(job, operands, index, x)
     if job.way == "bf16":
         if kind == "gated":
             return linear.gated_linear(x, weight)
@@ -121,7 +125,20 @@ def compute(job: Job, operands: Operands, index: int, x: Tensor, residual: Tenso
     else:
         gated = kind == "gated"
         out = fp8.product(data, scale, quantized, job.tile, x.dtype, gated=gated)
+    if kind == "pick":
+        return best_keys(out, None, 0, job.shape.columns)
     return add_norm(out, residual, norm, _EPS)[0] if kind == "add" else out
+
+
+def _picked(job: Job, operands: Operands, index: int, x: Tensor) -> Tensor:
+    """Keys of the head product that picks, or that goes to the pick where that is faster."""
+    columns = job.shape.columns
+    if job.tile is not None:
+        return fp8_head.head_keys(x, operands.quantized[index], None, 0, columns, 1.0, job.tile)
+    weight = operands.weights[index]
+    if fuses(x, weight):
+        return head_keys(x, weight, None, 0, columns)
+    return best_keys(linear.linear(x, weight), None, 0, columns)
 
 
 def expected(job: Job, operands: Operands, x: Tensor, residual: Tensor) -> Tensor:
@@ -145,6 +162,16 @@ def sampled(rows: int, device: torch.device) -> Tensor:
     """Up to 64 rows from the first to the last."""
     count = min(rows, _SAMPLED_ROWS)
     return torch.linspace(0, rows - 1, count, device=device).round().long()
+
+
+def compared(out: Tensor, reference: Tensor) -> tuple[bool, float]:
+    """Whether a result, or the scores of the ids of keys, lie within the bound; relative error."""
+    if out.dtype == torch.int64:
+        ids = unpack(out)[0]
+        out, reference = reference.gather(1, ids[:, None]), reference.amax(1, keepdim=True)
+    difference = out.float() - reference
+    right = bool((difference.abs() <= _BOUND * (1 + reference.abs())).all())
+    return right, float(difference.square().mean().sqrt() / reference.square().mean().sqrt())
 
 
 # -- timing -------------------------------------------------------------------------------------
@@ -194,10 +221,8 @@ def measure_together(jobs: Sequence[Job], operands: Operands) -> list[Result]:
                 compute(job, operands, index, x, residual)
 
         try:
-            out = compute(job, operands, 0, x, residual)
-            difference = out[sampled(job.rows, x.device)].float() - known[rounded]
-            right = bool((difference.abs() <= _BOUND * (1 + known[rounded].abs())).all())
-            error = float(difference.square().mean().sqrt() / known[rounded].square().mean().sqrt())
+            out = compute(job, operands, 0, x, residual)[sampled(job.rows, x.device)]
+            right, error = compared(out, known[rounded])
             ready.append((job, error, right, recorded(work, device)))
         except Exception as failure:  # any way may be refused; the others go on without it
             text = " ".join(str(failure).split())[:160]
@@ -231,7 +256,7 @@ def _compile(job: Job) -> None:
 
 def compile_ahead(jobs: Iterable[Job], deadline: float) -> None:
     """Compile every distinct kernel in parallel; what fails is named when it is measured."""
-    distinct = {(j.tile, j.shape.kind): j for j in jobs if j.tile is not None}
+    distinct = {(j.tile, j.shape.kind, j.apart): j for j in jobs if j.tile is not None}
     workers = max(1, min(12, (os.cpu_count() or 2) - 2, len(distinct)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -284,17 +309,19 @@ def totals(cells: Sequence[Sequence[Result]]) -> list[str]:
 def tables(cells: Sequence[Sequence[Result]]) -> str:
     """The fastest tiles as lines of `kernels/gpu/fp8_tiles.py`."""
     lines = []
-    for title, gated in (("TILES", False), ("GATED_TILES", True)):
+    titles = {"TILES": ("plain", "add"), "GATED_TILES": ("gated",), "HEAD_TILES": ("pick",)}
+    for title, kinds in titles.items():
         lines.append(title)
         for name in dict.fromkeys(c[0].job.shape for c in cells):
-            if (name.kind == "gated") != gated:
+            if name.kind not in kinds:
                 continue
             lines.append(f"    ({name.columns}, {name.depth}): {{  # {name.name}")
             mine = [c for c in cells if c[0].job.shape == name]
             for cell in sorted(mine, key=lambda c: c[0].job.rows):
                 fastest = best(cell, "tile")
                 if fastest is not None:
-                    lines.append(f"        {cell[0].job.rows}: {fastest.job.tile},")
+                    note = "  # with a pick after it" if fastest.job.apart else ""
+                    lines.append(f"        {cell[0].job.rows}: {fastest.job.tile},{note}")
             lines.append("    },")
     return "\n".join(lines)
 

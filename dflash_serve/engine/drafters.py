@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.cache.paged import PagedKV
+from dflash_serve.kernels.linear import Weight
 from dflash_serve.kernels.pick import fuses
 from dflash_serve.models.decoder import DenseDecoder
 from dflash_serve.models.dflash import DFlashDraft
@@ -142,12 +143,10 @@ def head_rows(
     return torch.cat([ids for ids, _ in parts]), torch.cat([faults for _, faults in parts])
 
 
-def _plain_weight(head: Head) -> Tensor | None:
+def _plain_weight(head: Head) -> Weight | None:
     """The weight of a head whose logits are hidden @ weight.T and nothing more.
 
-    That is what `Head.apply` computes; None for a quantised weight, and for a head with an `apply`
-    of another class or of its own.
+    That is what `Head.apply` computes; None for a head with an `apply` of another class or of its
+    own.
     """
-    if not isinstance(head.weight, Tensor):
-        return None
     return head.weight if getattr(head.apply, "__func__", None) is Head.apply else None

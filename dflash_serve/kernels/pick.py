@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.backend import compiled
-from dflash_serve.kernels.linear import linear
+from dflash_serve.kernels.fp8 import Fp8Weight
+from dflash_serve.kernels.linear import Weight, linear
 from dflash_serve.kernels.rows import RowSampling
 
 __all__ = [
@@ -94,7 +95,7 @@ def best_keys(
     return best(score, first_id, kept.allowed).masked_fill(kept.broken, FAULT)
 
 
-def fuses(hidden: Tensor, weight: Tensor) -> bool:
+def fuses(hidden: Tensor, weight: Weight) -> bool:
     """Whether `head_keys` shall pick for rows [R, K] from a head [V, K], without logits."""
     if not compiled(hidden):
         return False
@@ -105,7 +106,7 @@ def fuses(hidden: Tensor, weight: Tensor) -> bool:
 
 def head_keys(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Weight,
     rows: RowSampling | None,
     first_id: int,
     valid: int,
@@ -120,6 +121,7 @@ def head_keys(
 
     Args:
         hidden, weight: of one type, float32, bfloat16 or float16; to it the logits are rounded.
+            A quantised weight takes rows of any of them.
         rows, first_id, scale, noise: see `best_keys`.
         valid: rows of the weight from here on never win.
 
@@ -128,6 +130,10 @@ def head_keys(
     """
     if compiled(hidden):
         _refuse_noise(noise)
+        if isinstance(weight, Fp8Weight):
+            from dflash_serve.kernels.gpu import fp8_head
+
+            return fp8_head.head_keys(hidden, weight, rows, first_id, valid, scale)
         from dflash_serve.kernels.gpu import head_pick
 
         return head_pick.head_keys(hidden, weight, rows, first_id, valid, scale)

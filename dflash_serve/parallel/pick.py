@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dflash_serve.kernels.backend import compiled
+from dflash_serve.kernels.linear import Weight
 from dflash_serve.kernels.noise import gumbel
 from dflash_serve.kernels.pick import Kept, best_keys, head_keys, unpack
 from dflash_serve.kernels.rows import RowSampling
@@ -64,7 +65,7 @@ def pick(
 
 def pick_head(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Weight,
     rows: RowSampling,
     shard: VocabShard,
     group: Group,
@@ -76,7 +77,7 @@ def pick_head(
 
     Args:
         hidden: [R, K].
-        weight: [shard.rows, K].
+        weight: [shard.rows, K], quantised or not.
         rows, shard, group, noise, scale: see `pick`.
 
     Returns:

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from dflash_serve.bench.fp8 import Result, main, tables, totals
+from dflash_serve.bench.fp8 import Result, compared, main, tables, totals
 from dflash_serve.bench.fp8_jobs import ROWS, SHAPES, Job, candidates, jobs_of
-from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile
+from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile, head_tile
 from dflash_serve.kernels.gpu.tiles import SHARED_BYTES
+from dflash_serve.kernels.pick import order_keys
 
 
 def test_every_way_is_checked_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +30,23 @@ def test_every_way_is_checked_and_timed(tmp_path: Path, capsys: pytest.CaptureFi
     assert "0 wrong results" in text
 
 
+def test_a_picked_id_is_judged_by_its_score() -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.99], [5.0, 0.0, -1.0]])
+    assert compared(order_keys(scores, 0).amax(1), scores) == (True, 0.0)
+    near = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    assert compared(order_keys(near, 0).amax(1), scores)[0]
+    wrong = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert not compared(order_keys(wrong, 0).amax(1), scores)[0]
+
+
+def test_the_head_is_measured_with_its_pick(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    main(["--cpu-check", "--shapes", "head", "--rows", "16", "--output", str(output)])
+    results = json.loads(output.read_text())["results"]
+    assert all(result["right"] for result in results)
+    assert {result["apart"] for result in results} == {False, True}
+
+
 def test_nothing_starts_after_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--cpu-check", "--rows", "16", "--budget-s", "0"])
     assert "out of time: 3 of 3 cells are missing" in capsys.readouterr().out
@@ -38,9 +57,10 @@ def test_candidates_fit_and_begin_with_the_tile_in_use() -> None:
         for rows in ROWS:
             found = candidates(shape, rows)
             summed, gated = shape.kind == "add", shape.kind == "gated"
-            chosen = fp8_tile(shape.columns, shape.depth, rows, gated=gated, summed=summed)
-            assert found[0] == chosen
-            assert len(set(found)) == len(found) > 4
+            size = shape.columns, shape.depth, rows
+            chosen = fp8_tile(*size, gated=gated, summed=summed)
+            assert found[0] == (head_tile(*size) if shape.kind == "pick" else chosen)
+            assert len(set(found)) == len(found) > 2
             for tile in found:
                 assert (tile.rows + tile.columns) * tile.depth * tile.stages <= SHARED_BYTES
                 assert shape.depth % (tile.depth * tile.parts) == 0

@@ -21,9 +21,10 @@ import torch
 
 from dflash_serve.bench.fp8_jobs import SHAPES, Shape
 from dflash_serve.kernels.fp8 import FP8, Fp8Weight
-from dflash_serve.kernels.gpu import fp8
-from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile
+from dflash_serve.kernels.gpu import fp8, fp8_head
+from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile, head_tile
 from dflash_serve.kernels.gpu.tiles import SHARED_BYTES
+from dflash_serve.kernels.rows import RowSampling
 from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +52,8 @@ def used(ptx: str) -> dict[str, int]:
     return {"registers": registers, "spilled": stored + loaded}
 
 
-def compile_one(run: Any) -> dict[str, int]:
-    """Facts about the one kernel that `run` launches."""
+def compile_one(run: Any, kernel: str | None = None) -> dict[str, int]:
+    """Facts about the one kernel that `run` launches, or about the one of a name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -61,6 +62,8 @@ def compile_one(run: Any) -> dict[str, int]:
     facts: dict[str, int] = {}
 
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if kernel not in (None, self.__name__):
+            return
         values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": True}
         options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
         boxes = {n: v for n, v in values.items() if isinstance(v, TensorDescriptor)}
@@ -96,6 +99,16 @@ def cases() -> dict[str, tuple[Shape, int, Fp8Tile]]:
     return found
 
 
+def head_cases() -> dict[str, tuple[Shape, int, Fp8Tile]]:
+    """The tiles of the head product that picks."""
+    shape = next(shape for shape in SHAPES if shape.name == "head")
+    return {
+        f"head {tile}": (shape, rows, tile)
+        for rows in ROWS
+        for tile in [head_tile(shape.columns, shape.depth, rows)]
+    }
+
+
 def compile_all() -> dict[str, dict[str, int]]:
     """Facts about every kernel of this file."""
     found = {}
@@ -110,6 +123,17 @@ def compile_all() -> dict[str, dict[str, int]]:
                 fp8.product, data, scale, weight, tile, torch.bfloat16, gated=gated
             )
         found[name] = compile_one(call)
+    for name, (shape, rows, tile) in head_cases().items():
+        x = torch.empty(rows, shape.depth, dtype=torch.bfloat16)
+        size = shape.columns, shape.depth
+        weight = Fp8Weight(torch.empty(size, dtype=FP8), torch.empty(shape.columns))
+        sampling = RowSampling(
+            *(torch.ones(1),) * 4, *(torch.ones(1, dtype=torch.int64),) * 2, True, False, rows
+        )
+        call = functools.partial(
+            fp8_head.head_keys, x, weight, sampling, 0, shape.columns, torch.ones(1), tile
+        )
+        found[name] = compile_one(call, "_scaled_keys")
     for width in WIDTHS:
         x = torch.empty(16, width, dtype=torch.bfloat16)
         found[f"quantize {width}"] = compile_one(functools.partial(fp8.quantize_rows, x))
@@ -128,7 +152,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
 
 
 def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict[str, dict[str, int]]) -> None:
-    assert compiled.keys() == cases().keys() | {f"quantize {width}" for width in WIDTHS}
+    widths = {f"quantize {width}" for width in WIDTHS}
+    assert compiled.keys() == cases().keys() | head_cases().keys() | widths
     for name, found in compiled.items():
         assert found["spilled"] == 0, name
         assert found["shared"] <= SHARED_BYTES, name
@@ -139,7 +164,7 @@ def test_products_run_on_the_tensor_cores_of_8_bit_numbers(
     compiled: dict[str, dict[str, int]],
 ) -> None:
     """Also those of few rows, whose weight takes the side that needs 64 of them."""
-    for name in cases():
+    for name in cases() | head_cases():
         assert compiled[name]["tensor_cores"] > 0, name
         assert compiled[name]["other_products"] == 0, name
         assert compiled[name]["copied"] > 0, name

@@ -23,10 +23,12 @@ from dflash_serve.kernels.gpu.launch import chained, follow
 from dflash_serve.kernels.norm import add_norm
 
 __all__ = [
+    "check_depth",
     "gated_linear",
     "linear",
     "linear_add_norm",
     "part_sums",
+    "processors",
     "product",
     "quantize_rows",
 ]
@@ -329,11 +331,7 @@ def _launch(
     (rows, depth), columns = data.shape, weight.shape[0]
     if out.numel() == 0:
         return
-    if depth % COPY_DEPTH:
-        raise ConfigError(
-            f"an fp8 product over K = {depth}; the copy engine needs a multiple of {COPY_DEPTH}: "
-            "leave draft_quantization out"
-        )
+    check_depth(depth)
     options: dict[str, Any] = {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
@@ -354,7 +352,7 @@ def _launch(
     if tile.walks and out.shape[1] * out.element_size() % COPY_DEPTH == 0:
         wide = tile.columns // 2 if gated else min(tile.columns, _STORED_COLUMNS.value)
         target = TensorDescriptor.from_tensor(out, [tile.rows, wide])
-        _walk[(min(count, _processors(data.device)),)](
+        _walk[(min(count, processors(data.device)),)](
             *boxes, scale, weight.scale, target, *sizes, GROUP=tile.group, **options
         )
     else:
@@ -364,8 +362,21 @@ def _launch(
         )  # fmt: skip
 
 
+def check_depth(depth: int) -> None:
+    """Refuse a K that the copy engine cannot address.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if depth % COPY_DEPTH:
+        raise ConfigError(
+            f"an fp8 product over K = {depth}; the copy engine needs a multiple of {COPY_DEPTH}: "
+            "leave draft_quantization out"
+        )
+
+
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Programs that run at a time; two in the interpreter, so that each has several tiles."""
     if device.type != "cuda":
         return 2

@@ -14,7 +14,7 @@ import triton
 
 from dflash_serve.kernels.gpu.tiles import INVARIANT_ROWS, ROW_BUCKETS, row_bucket
 
-__all__ = ["GATED_TILES", "TILES", "Fp8Tile", "fp8_tile"]
+__all__ = ["GATED_TILES", "HEAD_TILES", "TILES", "Fp8Tile", "fp8_tile", "head_tile"]
 
 _PROCESSORS = 132
 
@@ -54,6 +54,9 @@ class Fp8Tile:
 TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
 GATED_TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
 
+# The same of the head product that picks.
+HEAD_TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
+
 
 def fp8_tile(
     columns: int, depth: int, rows: int, *, gated: bool = False, summed: bool = False
@@ -69,6 +72,22 @@ def fp8_tile(
         few = rows <= INVARIANT_ROWS
         tile = (_few if few else _many)(columns, depth, rows, gated=gated, summed=summed)
     return tile if summed else dataclasses.replace(tile, parts=1)
+
+
+def head_tile(columns: int, depth: int, rows: int) -> Fp8Tile:
+    """The tile of [rows, depth] hidden states and a [columns, depth] head, picked inside.
+
+    The pick needs registers, which leaves them to smaller tiles than those of the product.
+    """
+    for most, tile in HEAD_TILES.get((columns, depth), {}).items():
+        if rows <= most:
+            return tile
+    if rows > INVARIANT_ROWS:
+        return Fp8Tile(128, 128, _step(depth, 128), 8, 6, walks=True)
+    bucket = row_bucket(rows)
+    if bucket <= 32:
+        return Fp8Tile(bucket, 64, _step(depth, 256), 4, 4, swapped=True)
+    return Fp8Tile(bucket, 128, _step(depth, 128), 8, 4)
 
 
 def _few(columns: int, depth: int, rows: int, *, gated: bool, summed: bool) -> Fp8Tile:
