@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +24,8 @@ from dflash_serve.engine.messages import (
     Shutdown,
     Submit,
     TokenEvent,
+    Trace,
+    Traced,
 )
 from dflash_serve.errors import DFlashError, EngineDeadError, EngineStalledError, RequestError
 from dflash_serve.log import get_logger
@@ -32,6 +35,9 @@ __all__ = ["EngineClient", "Executor", "Port"]
 logger = get_logger(__name__)
 _POLL_S = 0.2
 _CAUSE_GRACE_S = 0.5
+_TRACE_EXCUSE_S = 60.0
+"""A step may take so much longer while a trace is begun or written."""
+_MOST_TRACED = 1000
 _WATCHDOG_GRACE_S = 1.0
 """How much longer than the ranks' watchdogs, which know more, the front end waits."""
 
@@ -89,6 +95,8 @@ class EngineClient:
         self._lock = threading.Lock()
         self._dead: str | None = None
         self._stats = EngineStats()
+        self._tracing = threading.Lock()
+        self._traces: queue.SimpleQueue[list[Traced]] = queue.SimpleQueue()
         self._last_progress = time.monotonic()
         self._closing = threading.Event()
         self._port = executor.start()
@@ -160,6 +168,35 @@ class EngineClient:
         if self._dead is None:
             self._port.send([Abort(request_id)])
 
+    def trace(
+        self, steps: int, folder: str | None = None, *, timeout_s: float = 120.0
+    ) -> list[str]:
+        """Profile the next steps on every rank, blocking; an idle engine makes none.
+
+        Args:
+            steps: how many; each adds some thousand events to a file.
+            folder: where the files go, on the ranks' host; None makes one in the system's
+                temporary folder.
+            timeout_s: how long to wait for so many steps and for the files.
+
+        Returns:
+            a Chrome trace's path for every rank, in their order.
+
+        Raises:
+            EngineDeadError: the engine is dead, or died meanwhile.
+            RequestError: `steps` is out of range, another trace is being taken, not enough steps
+                came, or a rank could not write its file.
+        """
+        if not 1 <= steps <= _MOST_TRACED:
+            raise RequestError(f"steps is {steps}; allowed: 1 to {_MOST_TRACED}", "steps")
+        if not self._tracing.acquire(blocking=False):
+            raise RequestError("a trace is being taken already; wait for its end", "steps")
+        try:
+            folder = folder or tempfile.mkdtemp(prefix="dflash-trace-")
+            return self._await_traces(steps, folder, time.monotonic() + timeout_s)
+        finally:
+            self._tracing.release()
+
     # -- state ------------------------------------------------------------------------------
 
     @property
@@ -175,7 +212,10 @@ class EngineClient:
     @property
     def step_age_s(self) -> float:
         """Seconds since the last report while work is pending; 0 when idle."""
-        return time.monotonic() - self._last_progress if self._listeners else 0.0
+        if not self._listeners:
+            return 0.0
+        excuse = _TRACE_EXCUSE_S if self._tracing.locked() else 0.0
+        return max(0.0, time.monotonic() - self._last_progress - excuse)
 
     def check_health(self) -> None:
         """Pass while the engine lives and, with work pending, completes steps.
@@ -225,6 +265,30 @@ class EngineClient:
                 self._listeners.pop(submit.request_id, None)
             raise
 
+    def _await_traces(self, steps: int, folder: str, deadline: float) -> list[str]:
+        if self._dead is None:
+            self._port.send([Trace(steps, folder)])
+        while self._dead is None:
+            try:
+                traces = self._traces.get(timeout=_POLL_S)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    self._port.send([Trace(0, folder)])
+                    raise RequestError(
+                        f"{steps} steps did not come in time; have requests running, or ask for "
+                        "fewer",
+                        "steps",
+                    ) from None
+                continue
+            if traces[0].folder != folder:
+                continue  # of a call that gave up before
+            paths = [trace.path for trace in traces if trace.path is not None]
+            failed = [f"rank {t.rank}: {t.error}" for t in traces if t.error is not None]
+            if failed:
+                raise RequestError(f"no trace in {folder}: {'; '.join(failed)}", "folder")
+            return paths
+        raise EngineDeadError(self._dead)
+
     def _await_ready(self, timeout_s: float) -> EngineInfo:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -272,6 +336,8 @@ class EngineClient:
         self._last_progress = time.monotonic()
         if report.stats is not None:
             self._stats = report.stats
+        if report.traces:
+            self._traces.put(report.traces)
         for event in report.events:
             if event.finish_reason is not None:
                 with self._lock:

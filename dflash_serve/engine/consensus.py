@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from dflash_serve.engine.messages import TokenEvent
+from dflash_serve.engine.messages import TokenEvent, Traced
 from dflash_serve.errors import ConsensusError
 from dflash_serve.scheduler.plan import StepResult
 
@@ -28,11 +28,13 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         checksum: of what the step committed.
+        traced: the trace that ended with it.
     """
 
     rank: int
     step: int
     checksum: int
+    traced: Traced | None = None
 
 
 class Echoes(Protocol):
@@ -77,6 +79,7 @@ class Ledger:
 
     Attributes:
         agreed: steps on which all ranks agreed.
+        traces: of the ranks that have sent theirs.
     """
 
     def __init__(self, echoes: Echoes, followers: int) -> None:
@@ -87,6 +90,7 @@ class Ledger:
         self._held: deque[tuple[int, list[TokenEvent]]] = deque()
         self._noted = self._settled = -1
         self.agreed = 0
+        self.traces: list[Traced] = []
 
     @property
     def settled(self) -> bool:
@@ -96,6 +100,7 @@ class Ledger:
     def note(self, echo: Echo) -> None:
         """Rank 0's own checksum of a step."""
         self._noted = echo.step
+        self._keep_trace(echo)
         if self._followers:
             self._own[echo.step] = echo.checksum
         else:
@@ -119,11 +124,23 @@ class Ledger:
         if self._own:
             for echo in self._echoes.receive(timeout_s):
                 self._heard.setdefault(echo.step, {})[echo.rank] = echo.checksum
+                self._keep_trace(echo)
             self._compare()
         released: list[TokenEvent] = []
         while self._held and self._held[0][0] <= self._settled:
             released += self._held.popleft()[1]
         return released
+
+    def take_traces(self) -> list[Traced]:
+        """Every rank's trace, once all are there; none before."""
+        if len(self.traces) <= self._followers:
+            return []
+        traces, self.traces = self.traces, []
+        return sorted(traces, key=lambda trace: trace.rank)
+
+    def _keep_trace(self, echo: Echo) -> None:
+        if echo.traced is not None:
+            self.traces.append(echo.traced)
 
     def _compare(self) -> None:
         while self._own:

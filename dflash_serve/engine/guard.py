@@ -1,6 +1,6 @@
 """What surrounds the steps of a rank, the same on rank 0 and on followers.
 
-Pulse and watchdog, the checksum of what was committed, the flight recorder.
+Pulse and watchdog, the checksum of what was committed, the flight recorder, the profiler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dflash_serve.engine.pulse import Board, Pulse
 from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.recorder import Recorder
 from dflash_serve.engine.runner import Runner
+from dflash_serve.engine.trace import Tracer
 from dflash_serve.engine.watchdog import Watchdog, leave
 from dflash_serve.scheduler.plan import StepPlan, StepResult
 
@@ -44,8 +45,13 @@ class Guard:
         self.pulse = Pulse()
         self._rank = runner.pair.group.rank
         self._recorder = Recorder(
-            config, self._rank, runner.pair.group.size, runner.pair.settings.max_model_len
+            config,
+            self._rank,
+            runner.pair.group.size,
+            max_model_len=runner.pair.settings.max_model_len,
+            page_size=runner.pair.page_size,
         )
+        self._tracer = Tracer(self._rank, runner.pair.device, self.pulse)
         self._watchdog = Watchdog(
             self.pulse,
             config.hang_timeout_s,
@@ -71,12 +77,13 @@ class Guard:
         """Queue a plan on the device."""
         self.pulse.begin(plan.step)
         self._recorder.launched(plan)
+        self._tracer.before(plan)
         return self.runner.launch(plan)
 
     def settle(self, pending: Pending) -> tuple[StepResult, Echo]:
         """Wait for a step; returns its outcome and what rank 0 is to hear of it."""
         step, result = pending.plan.step, pending.result()
-        echo = Echo(self._rank, step, checksum(step, result))
+        echo = Echo(self._rank, step, checksum(step, result), self._tracer.after(step))
         self._recorder.settled(step, result, echo.checksum)
         self.pulse.complete(step)
         return result, echo

@@ -15,6 +15,7 @@ from dflash_serve.engine.messages import (
     Shutdown,
     Submit,
     TokenEvent,
+    Trace,
 )
 from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
@@ -22,7 +23,7 @@ from dflash_serve.engine.transport import EchoSender, Mailbox, PlanReceiver, Pla
 from dflash_serve.errors import ConsensusError
 from dflash_serve.model_config import read_config
 from dflash_serve.scheduler.limits import Limits
-from dflash_serve.scheduler.plan import StepPlan
+from dflash_serve.scheduler.plan import StepPlan, TraceOrder
 from dflash_serve.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineLoop", "follow", "limits_of"]
@@ -60,6 +61,7 @@ class EngineLoop:
         self._ledger = ledger
         self._overlap = overlap
         self._pending: Pending | None = None
+        self._trace: TraceOrder | None = None
         self._stopping = False
         self._read = time.perf_counter()
 
@@ -88,8 +90,10 @@ class EngineLoop:
         self._ledger.hold(self._scheduler.take_events())
         # Only when nothing else is to be done is a follower's answer worth waiting for.
         events = self._release(_ECHO_WAIT_S if idle and not commands else 0.0)
-        if commands or busy or events:
-            self._mailbox.send(Report(events=events, stats=self._scheduler.snapshot()))
+        traces = self._ledger.take_traces()
+        if commands or busy or events or traces:
+            stats = self._scheduler.snapshot()
+            self._mailbox.send(Report(events=events, stats=stats, traces=traces))
 
     def _plain_turn(self) -> bool:
         """Launch a step and wait for it; returns whether there was one."""
@@ -114,6 +118,7 @@ class EngineLoop:
             return None
         if self._pending is None:
             self._read = time.perf_counter()
+        plan.trace, self._trace = self._trace, None
         self._plans.send(plan)
         return self._guard.launch(plan)
 
@@ -149,6 +154,8 @@ class EngineLoop:
                 self._scheduler.submit(command)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
+            case Trace(steps, folder):
+                self._trace = TraceOrder(steps=steps, folder=folder) if steps else None
             case Shutdown():
                 self._stopping = True
 

@@ -25,6 +25,8 @@ __all__ = [
     "Shutdown",
     "Submit",
     "TokenEvent",
+    "Trace",
+    "Traced",
     "decode_commands",
     "decode_report",
     "encode",
@@ -62,7 +64,34 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop every rank."""
 
 
-Command = Submit | Abort | Shutdown
+class Trace(msgspec.Struct, frozen=True, tag="trace"):
+    """Profile the next steps on every rank.
+
+    Attributes:
+        steps: 0 takes an order back that no step has begun to obey.
+        folder: where the traces go.
+    """
+
+    steps: int
+    folder: str
+
+
+Command = Submit | Abort | Shutdown | Trace
+
+
+class Traced(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's trace.
+
+    Attributes:
+        folder: as ordered.
+        path: the file, or None where none could be written.
+        error: why.
+    """
+
+    rank: int
+    folder: str
+    path: str | None = None
+    error: str | None = None
 
 
 class TokenEvent(msgspec.Struct, kw_only=True):
@@ -181,12 +210,18 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Everything rank 0 says after one step. The first one carries `info`."""
+    """Everything rank 0 says after one step.
+
+    Attributes:
+        info: in the first report only.
+        traces: every rank's, once all have ended.
+    """
 
     events: list[TokenEvent] = []
     stats: EngineStats | None = None
     info: EngineInfo | None = None
     fatal: str | None = None
+    traces: list[Traced] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -55,7 +55,7 @@ class FlightRecord(msgspec.Struct, kw_only=True):
         reason: why it was written.
         written: local time, ISO 8601.
         config: fields of the engine's configuration.
-        max_model_len: longest context, as the engine resolved it.
+        max_model_len, page_size: in tokens, as the engine resolved them.
         steps: oldest first.
     """
 
@@ -67,6 +67,7 @@ class FlightRecord(msgspec.Struct, kw_only=True):
     written: str
     config: dict[str, Any]
     max_model_len: int
+    page_size: int
     steps: list[StepRecord]
 
 
@@ -76,14 +77,23 @@ class Recorder:
     Args:
         config: `record_dir` says where files go; None stands for a folder of this user's in the
             system's temporary one.
-        max_model_len: longest context, resolved.
+        max_model_len, page_size: in tokens, resolved.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, world_size: int, max_model_len: int):
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        world_size: int,
+        *,
+        max_model_len: int,
+        page_size: int,
+    ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._max_model_len = max_model_len
+        self._page_size = page_size
         self._steps: deque[StepRecord] = deque(maxlen=_STEPS)
         self._open: dict[int, StepRecord] = {}
         self._path: Path | None = None
@@ -117,6 +127,7 @@ class Recorder:
             written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             config=dataclasses.asdict(self._config),
             max_model_len=self._max_model_len,
+            page_size=self._page_size,
             steps=self._copy(),
         )
         folder = _folder(self._config)

@@ -130,9 +130,8 @@ def replay(record: FlightRecord, target: str, draft: str | None, **fields: objec
     Raises:
         ConfigError: the record's configuration or the checkpoints cannot be used.
     """
-    page_size = int(record.config.get("page_size", 16))
     steps = [step for step in record.steps if step.result is not None]
-    plans = list(cold_plans(steps, page_size))
+    plans = list(cold_plans(steps, record.page_size))
     config = _config(record, plans, target, draft, fields)
     outcome = Replay(steps=len(plans))
     runner: Runner | None = None
@@ -171,7 +170,7 @@ def _config(
         slots = max([slots, *(slot + 1 for slot, _, _ in plan.pages)])
         pages = max([pages, *(page for _, _, ids in plan.pages for page in ids)])
     length = min(length + 1, record.max_model_len)
-    per_request = length // int(record.config.get("page_size", 16))
+    per_request = length // record.page_size
     return EngineConfig(
         **record.config
         | {
@@ -181,6 +180,7 @@ def _config(
             "executor": "inproc",
             "tensor_parallel_size": 1,
             "kv_cache_gib": None,
+            "page_size": record.page_size,
             "max_model_len": length,
             # The pool has room for so many whole requests, hence for every page of the record.
             "max_running": max(slots, -(-pages // max(per_request, 1))),

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DecodeResult", "PrefillChunk", "SlotSetup", "StepPlan", "StepResult"]
+__all__ = [
+    "DecodeResult",
+    "PrefillChunk",
+    "SlotSetup",
+    "StepPlan",
+    "StepResult",
+    "TraceOrder",
+]
 
 
 class SlotSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +54,13 @@ class PrefillChunk(msgspec.Struct, frozen=True, kw_only=True):
     noisy: bool = False
 
 
+class TraceOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Profile so many steps, and write the traces into a folder."""
+
+    steps: int
+    folder: str
+
+
 class StepPlan(msgspec.Struct, kw_only=True):
     """One step: first set-ups and new pages, then prefill chunks, then one decode batch.
 
@@ -58,6 +72,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
         noisy: whether any decoding slot has a temperature above 0.
         truncates: whether any decoding slot truncates its distribution.
         draft_scale: factor on the draft's logits where it is fitted; 0 leaves it as it is.
+        trace: profile this step and those after it.
         stop: leave the loop after this plan.
     """
 
@@ -71,6 +86,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     noisy: bool = False
     truncates: bool = False
     draft_scale: float = 0.0
+    trace: TraceOrder | None = None
     stop: bool = False
 
     @property

@@ -132,14 +132,14 @@ def test_a_lone_rank_stopped_while_idle_is_found_by_the_next_request(config: Eng
 
 
 def test_slow_starts_slow_steps_and_rests_trip_nothing(config: EngineConfig) -> None:
-    quick = dataclasses.replace(config, hang_timeout_s=1.0, prefill_chunk=16)
-    engine = start(quick, Slow(rank=0, ready_s=1.5, step_s=0.2).install)
+    quick = dataclasses.replace(config, hang_timeout_s=0.9, prefill_chunk=16)
+    engine = start(quick, Slow(rank=0, ready_s=1.2, step_s=0.15).install)
     try:
         for _ in range(2):
             # The first token comes after eight chunks, longer than the limit.
             outcome = engine.collect(requests([[7] * 128], max_tokens=2))
             assert len(ids_of(outcome["r0"])) == 2
-            threading.Event().wait(1.5)
+            threading.Event().wait(1.2)
         engine.check_health()
     finally:
         engine.shutdown()

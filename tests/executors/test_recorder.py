@@ -145,7 +145,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path, pair: TinyPair, path: Path
 
 
 def test_a_recorder_keeps_the_last_steps_and_writes_once(config: EngineConfig) -> None:
-    recorder = Recorder(config, 1, 2, 256)
+    recorder = Recorder(config, 1, 2, max_model_len=256, page_size=16)
     block = DecodeResult(picked=[1], accepted=0, fault=False)
     for number in range(100):
         recorder.launched(StepPlan(step=number, decode=[0]))
@@ -166,7 +166,7 @@ def test_old_files_are_dropped(config: EngineConfig) -> None:
     for number in range(80):
         (folder / f"dflash-rank0-{number}.json").touch()
     (folder / "notes.txt").touch()
-    newest = Recorder(config, 0, 1, 256).dump("full")
+    newest = Recorder(config, 0, 1, max_model_len=256, page_size=16).dump("full")
     assert newest.exists()
     assert len(list(folder.glob("dflash-rank*.json"))) == 64
     assert (folder / "notes.txt").exists()

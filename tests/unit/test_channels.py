@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from dflash_serve.engine.client import Port
+from dflash_serve.engine.consensus import Echo
 from dflash_serve.engine.messages import (
     Abort,
     Command,
@@ -21,11 +22,15 @@ from dflash_serve.engine.messages import (
     Shutdown,
     Submit,
     TokenEvent,
+    Trace,
+    Traced,
     decode_commands,
     decode_report,
     encode,
 )
 from dflash_serve.engine.transport import (
+    EchoReceiver,
+    EchoSender,
     Mailbox,
     PlanReceiver,
     PlanSender,
@@ -57,6 +62,7 @@ COMMANDS: list[Command] = [
     ),
     Abort("r"),
     Shutdown(),
+    Trace(5, "/tmp/é"),
 ]
 
 REPORT = Report(
@@ -270,3 +276,25 @@ def test_channels_close_twice_without_harm(tmp_path: Path) -> None:
     port = ZmqPort.bind(str(tmp_path))
     port.close()
     port.close()
+
+
+def test_every_followers_echoes_reach_rank_zero_in_its_order(tmp_path: Path) -> None:
+    early = EchoSender(str(tmp_path))
+    early.send(Echo(1, 0, 2**64 - 1))  # rank 0 is not there yet
+    receiver = EchoReceiver(str(tmp_path))
+    late = EchoSender(str(tmp_path))
+    traced = Traced(rank=2, folder="t", path="t/trace-rank2.json")
+    for step in range(1, 50):
+        early.send(Echo(1, step, step))
+        late.send(Echo(2, step, step, traced if step == 7 else None))
+    found: list[Echo] = []
+    while len(found) < 99:
+        arrived = receiver.receive(10.0)
+        assert arrived, "echoes are missing"
+        found += arrived
+    assert [echo.step for echo in found if echo.rank == 1] == list(range(50))
+    assert next(echo.checksum for echo in found if echo.rank == 1) == 2**64 - 1
+    assert [echo.step for echo in found if echo.traced == traced] == [7]
+    assert receiver.receive(0.0) == []
+    for end in (early, late, receiver):
+        end.close()
