@@ -50,12 +50,107 @@ class Fp8Tile:
     exact: bool = False
 
 
-# {(N, K): {most rows: tile}}, ascending; (N, K) of a gated product in `GATED_TILES`.
-TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
-GATED_TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
+_Numbers = (
+    tuple[int, int, int, int, int]
+    | tuple[int, int, int, int, int, int]
+    | tuple[int, int, int, int, int, int, bool]
+    | tuple[int, int, int, int, int, int, bool, bool]
+    | tuple[int, int, int, int, int, int, bool, bool, int]
+)
+_Tiles = Mapping[tuple[int, int], Mapping[int, Fp8Tile]]
+
+
+def _measured(entries: dict[tuple[int, int], dict[int, _Numbers]]) -> _Tiles:
+    return MappingProxyType(
+        {
+            shape: MappingProxyType({most: Fp8Tile(*values) for most, values in tiles.items()})
+            for shape, tiles in entries.items()
+        }
+    )
+
+
+# {(N, K): {most rows: (rows, columns, depth, warps, stages, …)}}, ascending, on one H200; (N, K)
+# of a gated product in `GATED_TILES`.
+TILES = _measured(
+    {
+        (4096, 12288): {  # down
+            16: (16, 64, 512, 4, 3, 2, True),
+            32: (32, 64, 512, 4, 3, 2, True),
+            64: (64, 64, 256, 4, 4, 2),
+            128: (128, 64, 256, 4, 4, 2),
+            256: (128, 128, 128, 8, 4, 2),
+            512: (128, 128, 128, 8, 6, 1, False, True),
+            1024: (128, 256, 128, 8, 4, 1, False, True),
+            2048: (128, 256, 128, 8, 4, 1, False, True, 16),
+        },
+        (6144, 4096): {  # qkv
+            16: (16, 64, 512, 4, 3, 1, True),
+            32: (32, 64, 256, 4, 4, 1, True),
+            64: (64, 64, 256, 4, 4),
+            128: (128, 64, 256, 4, 4),
+            256: (128, 64, 128, 4, 4),
+            384: (128, 256, 128, 8, 3),
+            512: (128, 256, 128, 8, 4, 1, False, True, 16),
+            1024: (128, 128, 128, 8, 6, 1, False, True),
+            2048: (128, 256, 128, 8, 4, 1, False, True, 16),
+        },
+        (4096, 4096): {  # o
+            16: (16, 64, 512, 4, 3, 2, True),
+            32: (32, 64, 256, 4, 4, 2, True),
+            64: (64, 64, 256, 4, 4, 2),
+            128: (128, 64, 256, 4, 4, 2),
+            256: (128, 64, 128, 4, 5),
+            384: (128, 64, 128, 4, 4),
+            512: (128, 128, 128, 8, 6, 1, False, True),
+            2048: (128, 256, 128, 8, 4, 1, False, True),
+        },
+        (4096, 20480): {  # fc
+            16: (16, 64, 512, 4, 3, 1, True),
+            32: (32, 64, 512, 4, 3, 1, True),
+            64: (64, 64, 256, 4, 4),
+            128: (128, 64, 256, 4, 4),
+            256: (128, 64, 128, 4, 5),
+            512: (128, 128, 128, 8, 6, 1, False, True),
+            1024: (128, 256, 128, 8, 3),
+            2048: (128, 256, 128, 8, 4, 1, False, True, 16),
+        },
+        (10240, 4096): {  # kv
+            16: (16, 64, 256, 4, 4, 1, True),
+            32: (32, 64, 256, 4, 4, 1, True),
+            64: (64, 64, 128, 4, 6),
+            128: (128, 128, 128, 8, 6, 1, False, True),
+            256: (128, 256, 128, 8, 4, 1, False, True, 16),
+            384: (128, 256, 128, 8, 4, 1, False, True),
+            1024: (128, 128, 128, 8, 6, 1, False, True),
+            2048: (128, 256, 128, 8, 4, 1, False, True, 16),
+        },
+    }
+)
+GATED_TILES = _measured(
+    {
+        (24576, 4096): {  # gate_up
+            16: (16, 128, 128, 4, 5, 1, True),
+            32: (32, 128, 128, 4, 5, 1, True),
+            64: (64, 64, 128, 4, 4),
+            128: (128, 256, 128, 8, 4, 1, False, True),
+            384: (128, 128, 128, 8, 6, 1, False, True),
+            2048: (128, 256, 128, 8, 4, 1, False, True),
+        },
+    }
+)
 
 # The same of the head product that picks.
-HEAD_TILES: Mapping[tuple[int, int], Mapping[int, Fp8Tile]] = MappingProxyType({})
+HEAD_TILES = _measured(
+    {
+        (151936, 4096): {  # head
+            16: (16, 128, 128, 4, 5, 1, True),
+            32: (32, 128, 128, 4, 5, 1, True),
+            64: (64, 64, 128, 4, 6),
+            128: (128, 128, 128, 8, 6, 1, False, True),
+            2048: (64, 256, 128, 8, 4, 1, False, True),
+        },
+    }
+)
 
 
 def fp8_tile(
