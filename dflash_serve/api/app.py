@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -44,6 +46,7 @@ __all__ = ["MAX_BODY_BYTES", "create_app"]
 MAX_BODY_BYTES = 8 * 2**20
 
 CLIENT_GONE_STATUS = 499
+SESSION_HEADER = "x-session-id"
 """What proxies log for a client that left; nobody receives it."""
 
 logger = get_logger(__name__)
@@ -112,7 +115,7 @@ class _Routes:
         make_shape: Callable[[Call], Shape],
     ) -> Response:
         body = await read_object(request, self._max_body_bytes)
-        call = parse(body)
+        call = _in_session(parse(body), request.headers.get(SESSION_HEADER))
         model = call.request.model
         self._check_model(model)
         source = self._backend.generate(call.request)
@@ -167,7 +170,12 @@ class _Routes:
         await self._backend.check_health()
         statuses = await self._backend.status()
         able = {status.model for status in statuses if status.state == "serving"}
-        missing = [name for name in self._backend.models() if name not in able]
+        awake = {status.model for status in statuses}
+        missing = [
+            name
+            for name in self._backend.models()
+            if name not in able and (name in awake or not self._backend.may_sleep(name))
+        ]
         if missing:
             raise UnavailableError(
                 f"no replica takes requests for {', '.join(missing)}; try again later"
@@ -199,6 +207,14 @@ class _Routes:
         except (EngineDeadError, EngineStalledError, OverloadedError) as error:
             logger.warning("/metrics goes without the replicas' part: %s", error)
             return []
+
+
+def _in_session(call: Call, session: str | None) -> Call:
+    """The call with the session its header names, which counts more than the body's `user`."""
+    if session is None:
+        return call
+    request = msgspec.structs.replace(call.request, session=session)
+    return dataclasses.replace(call, request=request)
 
 
 def _model_card(name: str) -> dict[str, Any]:

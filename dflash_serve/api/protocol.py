@@ -29,6 +29,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         params: sampling parameters, seed included. `max_tokens` 0 means "whatever still fits".
         stop: strings that end the request; they are not part of the output.
         emitted_ids: output ids the client already has (a continued request).
+        session: what the client says its requests belong together by; may decide which replica
+            they go to, and nothing else.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     emitted_ids: list[int] = []
     cache_salt: str = ""
+    session: str = ""
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -111,6 +114,9 @@ class Backend(Protocol):
 
     async def status(self) -> list[ReplicaStatus]:
         """One entry per reachable replica."""
+
+    def may_sleep(self, model: str) -> bool:
+        """Whether a model without any replica is in order: the next request starts one."""
 
     async def check_health(self) -> None:
         """Pass when every model can make progress.

@@ -88,12 +88,20 @@ class TextEngine:
         self._replica = replica
         self._max_outstanding = max_outstanding
         self._active = 0
+        self._unanswered_tokens = 0
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     @property
     def model(self) -> str:
         """The name clients ask for."""
         return self._model
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens the engine has on its hands: in cache pages of requests, and in prompts that
+        have no answer yet (those being computed count in both)."""
+        in_pages = self._engine.stats.pages_used * self._engine.info.page_size
+        return in_pages + self._unanswered_tokens
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Stream one choice, one delta per engine step that brought something to deliver.
@@ -109,12 +117,17 @@ class TextEngine:
         self._admit(request)
         self._active += 1
         reason = "abort"
+        unanswered = 0
         try:
             submit = await self._submission(request)
+            unanswered = len(submit.prompt_ids) + len(submit.emitted_ids)
+            self._unanswered_tokens += unanswered
             output = _Output(self._codec, request, submit.prompt_ids)
             # Closed here and now: the engine must not work on for a client that has gone.
             async with contextlib.aclosing(_closable(self._engine.stream(submit))) as events:
                 async for event in events:
+                    self._unanswered_tokens -= unanswered
+                    unanswered = 0
                     delta = output.take(event)
                     if delta is None:
                         continue
@@ -131,6 +144,7 @@ class TextEngine:
             raise
         finally:
             self._active -= 1
+            self._unanswered_tokens -= unanswered
             if reason in self._finished:
                 self._finished[reason] += 1
 
@@ -329,6 +343,10 @@ class LocalBackend:
     async def status(self) -> list[ReplicaStatus]:
         """One entry per engine."""
         return [engine.status() for engine in self._engines.values()]
+
+    def may_sleep(self, model: str) -> bool:
+        """Never: the engines are here from the start."""
+        return False
 
     async def check_health(self) -> None:
         """Pass when every engine makes progress.

@@ -272,6 +272,7 @@ def parse_completion(body: dict[str, Any]) -> Call:
             prompt=given.prompt,
             stop=tuple(given.stop),
             cache_salt=given.cache_salt or "",
+            session=given.user or "",
         )
     )
 
@@ -293,6 +294,7 @@ def parse_chat(body: dict[str, Any]) -> Call:
             messages=[message.for_template() for message in given.messages],
             stop=tuple(given.stop),
             cache_salt=given.cache_salt or "",
+            session=given.user or "",
         )
     )
 

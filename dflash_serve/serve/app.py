@@ -10,13 +10,14 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.serve.ingress import Ingress
 from dflash_serve.serve.replica import Replica
-from dflash_serve.serve.routing import RoomRouter
-from dflash_serve.serve.settings import ServeSettings, placement_bundles
+from dflash_serve.serve.routing import EngineRouter
+from dflash_serve.serve.scaling import EngineLoadPolicy
+from dflash_serve.serve.settings import AutoscalingSettings, ServeSettings, placement_bundles
 
 __all__ = ["assemble", "build_app"]
 
@@ -56,16 +57,45 @@ def _replica_options(settings: ServeSettings) -> dict[str, Any]:
     gpu = settings.engine.device == "cuda"
     return {
         "name": "Replica",
-        "num_replicas": settings.replicas,
+        **_replica_count(settings),
         "max_ongoing_requests": settings.max_ongoing_requests + _CONTROL_SLOTS,
         "max_queued_requests": settings.max_queued_requests,
         "ray_actor_options": {"num_cpus": settings.replica_cpus},
         "placement_group_bundles": placement_bundles(settings, gpu=gpu),
         "placement_group_strategy": "STRICT_PACK",
-        "request_router_config": RequestRouterConfig(request_router_class=RoomRouter),
+        "request_router_config": RequestRouterConfig(
+            request_router_class=EngineRouter,
+            request_router_kwargs=settings.routing.rules(settings.engine.max_running),
+            request_routing_stats_period_s=settings.routing.report_period_s,
+        ),
         "max_constructor_retry_count": settings.start_attempts,
         **_common_options(settings),
     }
+
+
+def _replica_count(settings: ServeSettings) -> dict[str, Any]:
+    scaling = settings.autoscaling
+    if scaling is None:
+        return {"num_replicas": settings.replicas}
+    return {"autoscaling_config": _autoscaling(scaling, settings.engine.max_running)}
+
+
+def _autoscaling(scaling: AutoscalingSettings, max_running: int) -> AutoscalingConfig:
+    target = scaling.target_requests or max_running
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        initial_replicas=scaling.first_replicas,
+        target_ongoing_requests=target,  # shown by Serve; the policy has its own
+        look_back_period_s=scaling.look_back_s,
+        upscale_delay_s=scaling.upscale_delay_s,
+        downscale_delay_s=scaling.downscale_delay_s,
+        downscale_to_zero_delay_s=scaling.sleep_delay_s,
+        policy=AutoscalingPolicy(
+            policy_function=EngineLoadPolicy,
+            policy_kwargs={"target_requests": target, "target_tokens": scaling.target_tokens},
+        ),
+    )
 
 
 def _ingress_options(settings: ServeSettings) -> dict[str, Any]:

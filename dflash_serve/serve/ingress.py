@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -40,23 +40,34 @@ _CANCEL_TIMEOUT_S = 2.0
 _HANDLE_ERRORS = (RayError, RayServeException)
 
 
+class _AbsentError(UnavailableError):
+    """Serve says that there is no replica, other than one that does not answer."""
+
+
 class HandleBackend:
     """A `Backend` over one deployment handle per model; requests outlive their replicas.
 
     Args:
         handles: replica deployments by model name, in configured order.
         limits: how long a request is held on to.
+        sleepers: models that may have no replica while nobody asks for them.
         room: told which replicas say that they can take nothing.
     """
 
     def __init__(
-        self, handles: Mapping[str, DeploymentHandle], limits: ResumeLimits, room: Room = ROOM
+        self,
+        handles: Mapping[str, DeploymentHandle],
+        limits: ResumeLimits,
+        *,
+        sleepers: Collection[str] = (),
+        room: Room = ROOM,
     ) -> None:
         self._handles = dict(handles)
         self._streams = {
             name: handle.options(method_name="generate", stream=True)
             for name, handle in self._handles.items()
         }
+        self._sleepers = frozenset(sleepers)
         self._room = room
         self._metrics = ResumeMetrics(list(self._handles))
         self._resumer = Resumer(self._attempt, limits, self._metrics)
@@ -88,8 +99,12 @@ class HandleBackend:
         answers = [await self._ask_all(name, "status") for name in self._handles]
         return [wire.decode_status(a) for model in answers for a in model if isinstance(a, bytes)]
 
+    def may_sleep(self, model: str) -> bool:
+        """Whether the model is scaled to zero while nobody asks for it."""
+        return model in self._sleepers
+
     async def check_health(self) -> None:
-        """Pass when every model has a replica that makes progress.
+        """Pass when every model has a replica that makes progress, or may have none and has none.
 
         Raises:
             EngineDeadError, EngineStalledError: the first replica's error of a model without one.
@@ -98,6 +113,8 @@ class HandleBackend:
             answers = await self._ask_all(name, "check_health")
             failures = [a for a in answers if isinstance(a, BaseException)]
             if len(failures) == len(answers):
+                if name in self._sleepers and all(isinstance(f, _AbsentError) for f in failures):
+                    continue
                 raise translate_error(failures[0], name) if failures else _no_replica(name)
 
     # -- internals --------------------------------------------------------------------------
@@ -163,7 +180,7 @@ def translate_error(error: BaseException, model: str) -> BaseException:
             f"{model} has no room: {error.message} Try again later", error.retry_after_s or 1.0
         )
     if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
-        return _no_replica(model)
+        return _AbsentError(str(_no_replica(model)))
     if isinstance(error, RayError):
         return _died(model)
     return error
@@ -204,6 +221,7 @@ class Ingress:
                 wait_s=settings.queue_timeout_s,
                 total_s=settings.request_timeout_s,
             ),
+            sleepers=[settings.model] if settings.may_sleep else [],
         )
 
     def __serve_build_asgi_app__(self) -> Any:

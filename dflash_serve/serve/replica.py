@@ -27,7 +27,7 @@ from dflash_serve.errors import (
     EngineStalledError,
     UnavailableError,
 )
-from dflash_serve.serve import wire
+from dflash_serve.serve import scaling, wire
 from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.restart import RestartingEngine
 from dflash_serve.serve.settings import ServeSettings
@@ -106,6 +106,24 @@ class Replica:
                 config=status.config | {"pid": os.getpid(), "ranks": self._ranks()},
             )
         )
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """Serve's hook for routers: the fields of a `LoadReport`."""
+        stats, info = self._engine.stats, self._engine.info
+        return {
+            "requests": self._engine.outstanding,
+            "tokens": self._text.held_tokens,
+            "kv_tokens": stats.pages_total * info.page_size,
+            "kv_use": stats.pages_used / stats.pages_total if stats.pages_total else 0.0,
+            "starts": self._engine.restarts,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's hook for the autoscaler; `EngineLoadPolicy` reads it."""
+        return {
+            scaling.REQUESTS: self._engine.outstanding,
+            scaling.TOKENS: self._text.held_tokens,
+        }
 
     async def check_health(self) -> None:
         """Serve's health hook: passes while the engine makes progress or is being replaced.

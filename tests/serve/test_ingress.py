@@ -1,5 +1,4 @@
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import (
@@ -8,7 +7,6 @@ from ray.exceptions import (
     ObjectLostError,
     RayTaskError,
 )
-from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -29,7 +27,6 @@ from dflash_serve.serve import wire
 from dflash_serve.serve.ingress import HandleBackend, translate_error
 from dflash_serve.serve.journal import ResumeLimits
 from dflash_serve.serve.room import Room
-from dflash_serve.serve.routing import RoomRouter
 
 
 class FakeStream:
@@ -235,26 +232,6 @@ async def test_a_replica_without_an_engine_is_passed_by():
         await collect(target)
     assert not room.maybe_at("r1")
     assert room.maybe_at("r2")
-
-
-def candidates(*names):
-    ids = [ReplicaID(name, DeploymentID("Replica")) for name in names]
-    return [SimpleNamespace(replica_id=replica_id) for replica_id in ids]
-
-
-async def test_the_router_passes_by_replicas_without_room(monkeypatch):
-    room = Room(believed_s=60)
-    monkeypatch.setattr("dflash_serve.serve.room.ROOM", room)
-    replicas = candidates("a", "b", "c")
-    room.none_at("b")
-    for _ in range(20):
-        (chosen,) = await RoomRouter.choose_replicas(None, replicas)
-        assert sorted(r.replica_id.unique_id for r in chosen) == ["a", "c"]
-    room.none_at("a")
-    assert await RoomRouter.choose_replicas(None, replicas) == [[replicas[2]]]
-    room.none_at("c")  # nobody has any: any of them may be the first to have some again
-    (chosen,) = await RoomRouter.choose_replicas(None, replicas)
-    assert len({r.replica_id.unique_id for r in chosen}) == 2
 
 
 async def test_a_replica_that_cannot_is_asked_again_later():
