@@ -45,8 +45,10 @@ __all__ = ["MAX_BODY_BYTES", "create_app"]
 
 MAX_BODY_BYTES = 8 * 2**20
 
-CLIENT_GONE_STATUS = 499
 SESSION_HEADER = "x-session-id"
+"""Names a session, the same header that Ray Serve's own routers read."""
+
+CLIENT_GONE_STATUS = 499
 """What proxies log for a client that left; nobody receives it."""
 
 logger = get_logger(__name__)

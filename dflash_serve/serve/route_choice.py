@@ -220,7 +220,8 @@ def relative_loads(pool: Sequence[ReplicaView]) -> dict[str, float]:
     """
     reports = [view.report for view in pool if view.report is not None]
     requests = sum(report.requests for report in reports)
-    usual = max(1.0, sum(report.tokens for report in reports) / requests) if requests else 0.0
+    tokens = sum(report.tokens for report in reports)
+    usual = tokens / requests if requests else 0.0
     return {view.name: _load(view, usual) for view in pool}
 
 

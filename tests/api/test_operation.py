@@ -203,6 +203,48 @@ async def test_two_requests_with_the_same_request_id_are_both_served(
     assert len({submit.request_id for submit in engine.submitted}) == 2
 
 
+class Recorder(LocalBackend):
+    """Keeps the requests it gets; has no replica, which is in order where it may sleep."""
+
+    def __init__(self, may_sleep: bool = False) -> None:
+        super().__init__()
+        self._may_sleep = may_sleep
+        self.requests: list[GenerationRequest] = []
+
+    def models(self) -> list[str]:
+        return [MODEL]
+
+    def may_sleep(self, model: str) -> bool:
+        return self._may_sleep
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:  # type: ignore[override]
+        self.requests.append(request)
+        yield Delta(token_ids=[5], finish_reason="stop", prompt_ids=[1])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_session_is_the_headers_else_the_user(path: str) -> None:
+    backend = Recorder()
+    async with connect(create_app(backend)) as client:
+        for user, headers in (
+            (None, {}),
+            ("alice", {}),
+            ("alice", {"x-session-id": "chat-1"}),
+        ):
+            body = {**PROMPT, "messages": [{"role": "user", "content": "hi"}], "user": user}
+            del body["prompt" if "chat" in path else "messages"]
+            assert (await client.post(path, json=body, headers=headers)).status_code == 200
+    assert [request.session for request in backend.requests] == ["", "alice", "chat-1"]
+
+
+@pytest.mark.parametrize(("may_sleep", "status"), [(False, 503), (True, 200)])
+async def test_a_model_without_a_replica_is_ready_where_it_may_sleep(
+    may_sleep: bool, status: int
+) -> None:
+    async with connect(create_app(Recorder(may_sleep))) as client:
+        assert (await client.get("/ready")).status_code == status
+
+
 async def test_no_prompt_text_is_logged(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:

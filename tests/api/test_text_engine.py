@@ -233,6 +233,28 @@ async def test_more_requests_than_allowed_are_refused_and_room_comes_back(
     await gather(text_engine.generate(completion(request_id="r3")))
 
 
+async def test_the_tokens_held_are_those_in_pages_and_in_prompts_without_an_answer(
+    codec: TextCodec,
+) -> None:
+    engine = FakeEngine([7] * 20, hang_after=1)
+    text_engine = TextEngine(engine, codec, MODEL)
+    first = text_engine.generate(completion(prompt=[5] * 40))
+    await anext(first)
+    assert text_engine.held_tokens == 0
+    engine.hang_after = 0
+    second = asyncio.create_task(gather(text_engine.generate(completion(request_id="r2"))))
+    while engine.outstanding < 2:
+        await asyncio.sleep(0)
+    (submit,) = (s for s in engine.submitted if s.request_id == "r2")
+    engine.stats.pages_used = 3
+    assert text_engine.held_tokens == 3 * engine.info.page_size + len(submit.prompt_ids)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await first.aclose()
+    engine.stats.pages_used = 0
+    assert text_engine.held_tokens == 0
+
+
 async def test_a_dead_engine_and_a_failed_request_are_told_apart(make_text_engine: Make) -> None:
     text_engine, _ = make_text_engine(STORY, die_after=1)
     with pytest.raises(EngineDeadError, match="rank 1"):

@@ -27,6 +27,7 @@ from dflash_serve.errors import CheckpointError
 
 STEP_S = 0.005
 VOCABULARY = 2_000
+_PAGES = 1_000  # a request holds one, whatever its length
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +77,8 @@ def _serve(spec: RankSpec) -> None:
                 running[command.request_id] = (command, len(command.emitted_ids))
         events += [_step(running, request_id) for request_id in list(running)]
         stats.steps += 1
-        stats.running = len(running)
+        stats.running = stats.pages_used = len(running)
+        stats.pages_total = _PAGES
         stats.generated_tokens += len(events)
         if events:
             mailbox.send(Report(events=events, stats=stats))
@@ -114,7 +116,7 @@ def _info(spec: RankSpec) -> EngineInfo:
         device="cpu",
         dtype="float32",
         executor="ray",
-        num_pages=10,
+        num_pages=_PAGES,
         page_size=16,
         max_running=spec.config.max_running,
         weight_bytes=0,

@@ -7,6 +7,7 @@ from ray.exceptions import (
     ObjectLostError,
     RayTaskError,
 )
+from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -232,6 +233,22 @@ async def test_a_replica_without_an_engine_is_passed_by():
         await collect(target)
     assert not room.maybe_at("r1")
     assert room.maybe_at("r2")
+
+
+async def test_health_of_a_sleeping_model_passes_without_a_replica():
+    asleep = backend(
+        FakeHandle(answers=DeploymentUnavailableError(DeploymentID("Replica"))), sleepers=["m"]
+    )
+    await asleep.check_health()
+    assert asleep.may_sleep("m")
+    assert await asleep.status() == []
+
+
+@pytest.mark.parametrize("answers", [TimeoutError(), [task_error(EngineDeadError("rank 1 died"))]])
+async def test_health_of_a_model_that_may_sleep_fails_with_its_replicas(answers):
+    awake = backend(FakeHandle(answers=answers), sleepers=["m"])
+    with pytest.raises(EngineDeadError):
+        await awake.check_health()
 
 
 async def test_a_replica_that_cannot_is_asked_again_later():

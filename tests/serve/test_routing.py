@@ -277,6 +277,11 @@ def test_load_counts_tokens_and_the_requests_since_the_report():
     )
 
 
+def test_requests_count_where_no_tokens_are_reported():
+    pool = [ReplicaView("a", 3, report(requests=2)), ReplicaView("b", 0, report())]
+    assert relative_loads(pool) == {"a": 3.0, "b": 0.0}
+
+
 def test_a_report_of_other_fields_is_none():
     assert LoadReport.read({}) is None
     assert LoadReport.read({"requests": 1, "unheard": 2}) is None

@@ -37,9 +37,10 @@ def test_flat_engine_keys_are_taken_as_serve_run_passes_them():
 
 
 def test_settings_survive_a_round_trip():
-    made = settings(replicas=2)
-    again = ServeSettings.model_validate(made.model_dump())
-    assert again == made
+    for changes in ({"replicas": 2}, {"autoscaling": {"max_replicas": 2}}):
+        made = settings(**changes)
+        again = ServeSettings.model_validate(made.model_dump())
+        assert again == made
 
 
 def test_max_ongoing_requests_follows_max_running():
@@ -59,6 +60,17 @@ def test_max_ongoing_requests_follows_max_running():
         ({"engine": {"target": "/m", "page_size": "many"}}, "valid integer"),
         ({"engine": {"target": "/m", "device": "tpu"}}, "'cpu'"),
         ({"engine": {"target": "/m"}, "replicas": 0}, "greater than or equal to 1"),
+        ({"engine": {"target": "/m"}, "routing": {"policy": "random"}}, "'round_robin'"),
+        ({"engine": {"target": "/m"}, "routing": {"polcy": "prefix"}}, "routing.polcy"),
+        ({"engine": {"target": "/m"}, "autoscaling": {}}, "max_replicas"),
+        (
+            {"engine": {"target": "/m"}, "autoscaling": {"min_replicas": 3, "max_replicas": 2}},
+            "min_replicas is 3, initial_replicas 3, max_replicas 2; allowed: in ascending order",
+        ),
+        (
+            {"engine": {"target": "/m"}, "replicas": 2, "autoscaling": {"max_replicas": 2}},
+            "replicas is 2 and autoscaling is given; give one of them",
+        ),
         ({"engine": {"target": "$NO_SUCH_VARIABLE/m"}}, "is not set; set it"),
         ({"engine": {}}, "target"),
         ({}, "target"),
