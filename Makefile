@@ -2,13 +2,14 @@
 PYTHON ?= python3
 TP ?= 1
 PORT ?= 8000
+ROUNDS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_WHEELS := $(VENV)/demo
 PYTEST := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-gpu test-gpu-demo lint format bench manifests clean
+.PHONY: help install demo serve test test-all test-gpu test-gpu-demo chaos lint format bench manifests clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -53,6 +54,9 @@ test-gpu:  ## the tests that need a CUDA device, with the python at hand
 
 test-gpu-demo:  ## those with the demo pair too; its target must be prepared (`make demo`)
 	$(PYTHON) -m pytest tests/kernels tests/gpu
+
+chaos: install  ## kill, stop and break parts of a deployment under load; ROUNDS=3, FAULTS=rank0,proxy
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(FAULTS),--faults $(FAULTS))
 
 $(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed
 	mkdir -p $(DEMO_WHEELS)

@@ -1,0 +1,1 @@
+"""Faults put into a running deployment under load; `python -m tests.chaos --help`."""
