@@ -136,7 +136,7 @@ def _picked(job: Job, operands: Operands, index: int, x: Tensor) -> Tensor:
     if job.tile is not None:
         return fp8_head.head_keys(x, operands.quantized[index], None, 0, columns, 1.0, job.tile)
     weight = operands.weights[index]
-    if fuses(x, weight):
+    if fuses(x, weight, noisy=False):
         return head_keys(x, weight, None, 0, columns)
     return best_keys(linear.linear(x, weight), None, 0, columns)
 

@@ -122,7 +122,8 @@ def head_rows(
     """
     head = head or target.head
     weight = _plain_weight(head)
-    if weight is not None and not (truncate and sampling.truncates) and fuses(hidden, weight):
+    whole = weight is not None and not (truncate and sampling.truncates)
+    if weight is not None and whole and fuses(hidden, weight, noisy=sampling.noisy):
         return pick_head(hidden, weight, sampling, head.shard, group, noise=noise, scale=scale)
     parts = []
     for first in range(0, hidden.shape[0], limit):

@@ -21,11 +21,13 @@ class StepKey:
         batch: requests, padding included.
         rows: g, rows verified for each.
         truncates: whether top-k, top-p and min-p are looked at.
+        noisy: made for requests with a temperature; right for any, only slower without.
     """
 
     batch: int
     rows: int
     truncates: bool = False
+    noisy: bool = False
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
@@ -44,6 +46,7 @@ class StepGraphs:
         batch: [S] static slots; a captured step reads its first `key.batch` entries.
         idle: [S] slots that belong to nobody, for the run that precedes a capture.
         buckets: batch sizes, ascending.
+        quiet_rows: rows (batch · g) up to which a step is the same with and without noise.
 
     Attributes:
         replays: steps run from a graph.
@@ -58,11 +61,13 @@ class StepGraphs:
         batch: Tensor,
         idle: Tensor,
         buckets: Sequence[int],
+        quiet_rows: int = 0,
     ) -> None:
         self._run = run
         self._batch = batch
         self._idle = idle
         self._buckets = tuple(buckets)
+        self._quiet_rows = quiet_rows
         self._graphs: dict[StepKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # an opaque handle
         self.replays = 0
@@ -73,9 +78,18 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def keys(self, rows: Iterable[int], *, truncates: bool = False) -> list[StepKey]:
-        """Keys of every bucket, the largest first: smaller steps then reuse its memory."""
-        found = [StepKey(b, r, truncates) for b in self._buckets for r in rows]
+    def keys(self, rows: Iterable[int], *, noisy: Sequence[bool] = (False, True)) -> list[StepKey]:
+        """Keys of every bucket without truncation, the largest first: smaller steps reuse memory.
+
+        Args:
+            noisy: which of the two kinds; a step that is the same in both has one key.
+        """
+        found = {
+            self.key(b, r, truncates=False, noisy=kind)
+            for b in self._buckets
+            for r in rows
+            for kind in noisy
+        }
         return sorted(found, key=lambda key: (-key.batch * key.rows, key))
 
     def capture(self, keys: Sequence[StepKey], progress: Callable[[int, int], None]) -> None:
@@ -84,10 +98,10 @@ class StepGraphs:
             self._capture(key)
             progress(done, len(keys))
 
-    def key(self, batch: int, rows: int, *, truncates: bool) -> StepKey:
+    def key(self, batch: int, rows: int, *, truncates: bool, noisy: bool = False) -> StepKey:
         """The smallest captured size that holds a batch."""
         bucket = next(b for b in self._buckets if b >= batch)
-        return StepKey(bucket, rows, truncates)
+        return StepKey(bucket, rows, truncates, noisy and bucket * rows > self._quiet_rows)
 
     def replay(self, key: StepKey) -> Tensor:
         """Run a step; returns its packed result, which the next replay overwrites."""

@@ -17,6 +17,7 @@ from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.readback import Outbox, Pending
 from dflash_serve.engine.state import DeviceState
 from dflash_serve.engine.step import decode, prefill
+from dflash_serve.kernels.pick import NOISY_ROWS
 from dflash_serve.log import get_logger
 from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan, StepResult
 
@@ -52,7 +53,9 @@ class Runner:
         self.startup: dict[str, float] = {}
         if _captures(pair, config):
             idle = torch.full((slots,), self.state.dummy, device=pair.device)
-            self.graphs = StepGraphs(self._step, self.state.batch, idle, batch_buckets(slots))
+            self.graphs = StepGraphs(
+                self._step, self.state.batch, idle, batch_buckets(slots), NOISY_ROWS
+            )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and read its outcome back to the host."""
@@ -70,14 +73,15 @@ class Runner:
         """[≥ B, g + 2] packed results; see `_step`."""
         batch = len(plan.decode)
         if self.graphs is not None and self.drafter is self._captured_drafter:
-            return self.graphs.replay(self.graphs.key(batch, plan.rows, truncates=plan.truncates))
+            key = self.graphs.key(
+                batch, plan.rows, truncates=plan.truncates, noisy=plan.noisy or plan.truncates
+            )
+            return self.graphs.replay(key)
         self.eager_steps += 1
-        key = StepKey(batch, plan.rows, plan.truncates)
-        return self._step(key, self.state.batch[:batch], plan.longest, noisy=plan.noisy)
+        key = StepKey(batch, plan.rows, plan.truncates, plan.noisy)
+        return self._step(key, self.state.batch[:batch], plan.longest)
 
-    def _step(
-        self, key: StepKey, slots: Tensor, longest: int | None = None, *, noisy: bool = True
-    ) -> Tensor:
+    def _step(self, key: StepKey, slots: Tensor, longest: int | None = None) -> Tensor:
         """One decode step: [B, g + 2] the target's tokens, the accepted count, the fault."""
         out = decode(
             self.pair,
@@ -86,7 +90,7 @@ class Runner:
             slots,
             key.rows,
             longest or self._longest,
-            noisy=noisy,
+            noisy=key.noisy,
             truncates=key.truncates,
         )
         return torch.cat([out.picked, out.accepted[:, None], out.fault[:, None].long()], 1)
@@ -194,7 +198,7 @@ class Runner:
             replay = self.graphs.replay
             return {
                 (key.batch, key.rows): _median_seconds(functools.partial(replay, key))
-                for key in self.graphs.keys(lengths)
+                for key in self.graphs.keys(lengths, noisy=(False,))
             }
         found = {}
         for batch in sorted({1, slots}):
@@ -217,7 +221,7 @@ class Runner:
         """Run the largest decode step on the slot that is nobody's."""
         rows = self.pair.settings.geometry.verify_rows
         batch = self.state.batch
-        self._step(StepKey(batch.shape[0], rows, truncates=True), batch)
+        self._step(StepKey(batch.shape[0], rows, truncates=True, noisy=True), batch)
 
     def _capture(self, graphs: StepGraphs, lengths: Sequence[int]) -> None:
         def log(done: int, of: int) -> None:

@@ -22,7 +22,15 @@ from dflash_serve.kernels.gpu import head_pick, head_tiles
 from dflash_serve.kernels.gpu import linear as gpu_linear
 from dflash_serve.kernels.gpu.head_tiles import HEAD_TILES, HeadTile, fuses, head_tile
 from dflash_serve.kernels.linear import linear
-from dflash_serve.kernels.pick import EMPTY, FAULT, best_keys, head_keys, unpack, unpack_id
+from dflash_serve.kernels.pick import (
+    EMPTY,
+    FAULT,
+    NOISY_ROWS,
+    best_keys,
+    head_keys,
+    unpack,
+    unpack_id,
+)
 from dflash_serve.models.layers import Head
 from dflash_serve.parallel.group import Group, Single
 from dflash_serve.parallel.pick import RowSampling, pick, pick_head, row_noise
@@ -215,6 +223,15 @@ def test_the_table_can_leave_row_counts_to_the_product_and_the_pick(
     assert fuses(48, 32, 4, torch.bfloat16)
 
 
+def test_many_rows_with_noise_are_left_to_the_product_and_the_pick() -> None:
+    weight = exact(40, 32).to(DEVICE)
+    with through_triton():
+        for rows in (1, NOISY_ROWS, NOISY_ROWS + 1):
+            x = exact(rows, 32).to(DEVICE)
+            assert drafters.fuses(x, weight, noisy=False)
+            assert drafters.fuses(x, weight, noisy=True) == (rows <= NOISY_ROWS)
+
+
 def test_sums_in_parts_and_many_rows_of_float32_are_not_fused() -> None:
     assert not fuses(4096, 12288, 16, torch.bfloat16)
     assert fuses(4096, 12288, 129, torch.bfloat16)
@@ -248,7 +265,7 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
 
 def test_without_triton_it_is_the_product_and_the_pick() -> None:
     x, weight = exact(3, 32), exact(20, 32, seed=1)
-    assert not drafters.fuses(x, weight)
+    assert not drafters.fuses(x, weight, noisy=False)
     expected = best_keys(x @ weight.T, None, 4, 18, scale=2.0)
     assert torch.equal(head_keys(x, weight, None, 4, 18, scale=2.0), expected)
     assert not bool(unpack(expected)[1].any())

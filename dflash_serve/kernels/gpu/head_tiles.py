@@ -54,11 +54,11 @@ _ALL = 1 << 30
 HEAD_TILES: Mapping[tuple[int, int], Mapping[int, HeadTile]] = MappingProxyType(
     {
         (151936, 4096): {  # Qwen3-8B
-            16: HeadTile(16, 64, 128, 4, 4),
+            16: HeadTile(16, 128, 128, 4, 3),
             32: HeadTile(32, 64, 128, 4, 4),
             64: HeadTile(64, 128, 128, 4, 4, copied=True),
-            128: HeadTile(128, 256, 64, 8, 4, copied=True),
-            _ALL: HeadTile(128, 256, 64, 8, 4, copied=True, resident=1, group=16),
+            128: HeadTile(128, 256, 64, 8, 4, copied=True, resident=1),
+            _ALL: HeadTile(128, 256, 64, 8, 4, copied=True, resident=1, group=16, piece=32),
         },
     }
 )
