@@ -192,6 +192,8 @@ class EngineClient:
         if not self._tracing.acquire(blocking=False):
             raise RequestError("a trace is being taken already; wait for its end", "steps")
         try:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
             folder = folder or tempfile.mkdtemp(prefix="dflash-trace-")
             return self._await_traces(steps, folder, time.monotonic() + timeout_s)
         finally:
@@ -266,8 +268,7 @@ class EngineClient:
             raise
 
     def _await_traces(self, steps: int, folder: str, deadline: float) -> list[str]:
-        if self._dead is None:
-            self._port.send([Trace(steps, folder)])
+        self._port.send([Trace(steps, folder)])
         while self._dead is None:
             try:
                 traces = self._traces.get(timeout=_POLL_S)

@@ -152,7 +152,9 @@ def test_a_step_that_never_returns_ends_the_engine_with_its_stacks(
     with running(dataclasses.replace(config, hang_timeout_s=0.3), gate.install) as engine:
         engine.check_health()
         gate.opened.clear()
-        text = r"no step has completed for 0\.\d s \(limit 0\.3 s\): rank 0 has been in step 0 for"
+        text = (
+            r"no step has completed for \d+\.\d s \(limit 0\.3 s\): rank 0 has been in step \d+ for"
+        )
         with pytest.raises(EngineDeadError, match=text):
             engine.collect(requests([PROMPT]))
         with pytest.raises(EngineDeadError, match=text):
@@ -190,9 +192,9 @@ def test_a_front_end_without_reports_is_unhealthy_and_then_ends_the_engine(
 
 
 def test_an_idle_engine_is_healthy_however_long_nothing_happens(config: EngineConfig) -> None:
-    with running(dataclasses.replace(config, hang_timeout_s=0.5)) as engine:
+    with running(dataclasses.replace(config, hang_timeout_s=3.0)) as engine:
         engine.collect(requests([PROMPT], max_tokens=3))
-        silence_ends = time.monotonic() + 1.5
+        silence_ends = time.monotonic() + 3.5
         until(lambda: time.monotonic() > silence_ends)
         engine.check_health()
 

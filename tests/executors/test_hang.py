@@ -131,15 +131,16 @@ def test_a_lone_rank_stopped_while_idle_is_found_by_the_next_request(config: Eng
         engine.shutdown()
 
 
+@pytest.mark.slow
 def test_slow_starts_slow_steps_and_rests_trip_nothing(config: EngineConfig) -> None:
-    quick = dataclasses.replace(config, hang_timeout_s=0.9, prefill_chunk=16)
-    engine = start(quick, Slow(rank=0, ready_s=1.2, step_s=0.15).install)
+    limited = dataclasses.replace(config, hang_timeout_s=LIMIT_S, prefill_chunk=16)
+    engine = start(limited, Slow(rank=0, ready_s=LIMIT_S + 1, step_s=0.5).install)
     try:
         for _ in range(2):
             # The first token comes after eight chunks, longer than the limit.
             outcome = engine.collect(requests([[7] * 128], max_tokens=2))
             assert len(ids_of(outcome["r0"])) == 2
-            threading.Event().wait(1.2)
+            threading.Event().wait(LIMIT_S + 1)
         engine.check_health()
     finally:
         engine.shutdown()
