@@ -162,6 +162,15 @@ def decode(
     table += request * table_stride
     first, stop = _key_range(start, rows, capacity, WINDOW)
     aligned = first // KEY_TILE * KEY_TILE
+    begin, end = aligned, stop
+    if not WHOLE:
+        begin, end = _share(aligned, stop)
+        idle = begin >= end
+        if SHORT_KEYS > 0:
+            short = stop - aligned <= SHORT_KEYS
+            idle = tl.where(short, tl.program_id(2) >= SHORT_SLICES, idle)
+        if idle:  # most programs, where a request is much shorter than it may become
+            return
     tokens, members = row_tokens(row_tile, GROUP, ROW_TILE)
     heads = kv_head * GROUP + members
     query += request * rows * (KV_HEADS * GROUP * HEAD_DIM)
@@ -190,22 +199,20 @@ def decode(
             PRECISION, SUMS, EVICTION, KV_HEADS * GROUP, key_box, value_box, kv_head * HEAD_DIM,
         )  # fmt: skip
     elif stop - aligned <= SHORT_KEYS:
-        if SHORT_KEYS > 0:  # noqa: SIM102
-            if tl.program_id(2) < SHORT_SLICES:
-                _attend_all(
-                    tile, key_pages, value_pages, table, page_stride, slot_stride, aligned, stop,
-                    clear_first, clear_stop, capacity, position,
-                    first_column + tl.program_id(2) * (VALUE_TILE // SHORT_SLICES),
-                    out, tokens, heads, rows,
-                    SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE // SHORT_SLICES, KEY_TILE, PAGE, WINDOW,
-                    CAUSAL, PRECISION, SUMS, EVICTION, KV_HEADS * GROUP,
-                    key_box, short_box, kv_head * HEAD_DIM,
-                )  # fmt: skip
+        if SHORT_KEYS > 0:
+            _attend_all(
+                tile, key_pages, value_pages, table, page_stride, slot_stride, aligned, stop,
+                clear_first, clear_stop, capacity, position,
+                first_column + tl.program_id(2) * (VALUE_TILE // SHORT_SLICES),
+                out, tokens, heads, rows,
+                SCALE, HEAD_DIM, BLOCK_D, VALUE_TILE // SHORT_SLICES, KEY_TILE, PAGE, WINDOW,
+                CAUSAL, PRECISION, SUMS, EVICTION, KV_HEADS * GROUP,
+                key_box, short_box, kv_head * HEAD_DIM,
+            )  # fmt: skip
     else:
         part_max += pair * splits * width
         part_sum += pair * splits * width
         part_acc += pair * splits * width * HEAD_DIM
-        begin, end = _share(aligned, stop)
         while begin < end:
             until = tl.minimum(split_stop(begin), end)
             # For few keys masks everywhere: a second loop would fill a pipeline of its own.
