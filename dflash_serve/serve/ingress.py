@@ -29,6 +29,7 @@ from dflash_serve.serve import wire
 from dflash_serve.serve.journal import ResumeLimits
 from dflash_serve.serve.resume import Resumer
 from dflash_serve.serve.room import ROOM, Room
+from dflash_serve.serve.senders import own_actor_name
 from dflash_serve.serve.settings import ServeSettings
 
 __all__ = ["HandleBackend", "Ingress", "translate_error"]
@@ -51,6 +52,7 @@ class HandleBackend:
         handles: replica deployments by model name, in configured order.
         limits: how long a request is held on to.
         sleepers: models that may have no replica while nobody asks for them.
+        sender: this process's name among Ray's actors; replicas end its requests when it dies.
         room: told which replicas say that they can take nothing.
     """
 
@@ -60,6 +62,7 @@ class HandleBackend:
         limits: ResumeLimits,
         *,
         sleepers: Collection[str] = (),
+        sender: str | None = None,
         room: Room = ROOM,
     ) -> None:
         self._handles = dict(handles)
@@ -68,6 +71,7 @@ class HandleBackend:
             for name, handle in self._handles.items()
         }
         self._sleepers = frozenset(sleepers)
+        self._sender = sender
         self._room = room
         self._metrics = ResumeMetrics(list(self._handles))
         self._resumer = Resumer(self._attempt, limits, self._metrics)
@@ -125,7 +129,7 @@ class HandleBackend:
         Raises:
             DFlashError: what the replica or Ray said; nothing of the request runs there any more.
         """
-        stream = self._streams[request.model].remote(wire.encode_request(request))
+        stream = self._streams[request.model].remote(wire.encode_request(request), self._sender)
         ended = False
         try:
             async for data in stream:
@@ -222,6 +226,7 @@ class Ingress:
                 total_s=settings.request_timeout_s,
             ),
             sleepers=[settings.model] if settings.may_sleep else [],
+            sender=own_actor_name(),
         )
 
     def __serve_build_asgi_app__(self) -> Any:

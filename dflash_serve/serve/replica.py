@@ -30,6 +30,7 @@ from dflash_serve.errors import (
 from dflash_serve.serve import scaling, wire
 from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.restart import RestartingEngine
+from dflash_serve.serve.senders import Senders, actor_is_gone
 from dflash_serve.serve.settings import ServeSettings
 
 __all__ = ["Replica"]
@@ -61,6 +62,7 @@ class Replica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._settings = settings
         self._leaving = threading.Event()
+        self._senders = Senders(actor_is_gone)
         started = time.monotonic()
         # What can be refused without weights is refused before a rank is started.
         self._check(settings.engine)
@@ -80,16 +82,21 @@ class Replica:
             raise
         logger.info("%s ready after %.1f s", settings.model, time.monotonic() - started)
 
-    async def generate(self, request: bytes) -> AsyncIterator[bytes]:
-        """Stream one request, encoded by `wire`; the last element may be an error."""
+    async def generate(self, request: bytes, sender: str | None = None) -> AsyncIterator[bytes]:
+        """Stream one request, encoded by `wire`; the last element may be an error.
+
+        Args:
+            sender: name of the calling actor, with which the request ends; see `Senders`.
+        """
         try:
             self._admit()
             # Closing explicitly, so that a consumer that goes away aborts the request now and
             # not when the garbage collector comes by.
             deltas = self._text.generate(wire.decode_request(request))
-            async with contextlib.aclosing(deltas):
-                async for delta in deltas:
-                    yield wire.encode_delta(delta)
+            with self._senders.watched(sender):
+                async with contextlib.aclosing(deltas):
+                    async for delta in deltas:
+                        yield wire.encode_delta(delta)
         except DFlashError as error:
             unable = isinstance(error, EngineDeadError | EngineStalledError)
             yield wire.encode_error(error, self._name if unable else None)

@@ -65,7 +65,7 @@ class FakeHandle:
     def options(self, **_):
         return self
 
-    def remote(self, data):
+    def remote(self, data, _sender):
         self.requests.append(wire.decode_request(data))
         return self._streams.pop(0)
 
@@ -215,9 +215,9 @@ async def test_what_an_unreachable_replica_works_on_is_cancelled_before_it_goes_
             self._items = iter([RequestCancelledError("r")])
 
     class Handle(FakeHandle):
-        def remote(self, data):
+        def remote(self, data, sender):
             order.append("submit")
-            return super().remote(data)
+            return super().remote(data, sender)
 
     first = Unreachable([*deltas(None), ActorUnavailableError("gone", None)])
     await collect(backend(Handle(first, FakeStream(deltas("length"))), attempts=1))
