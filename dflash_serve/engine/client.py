@@ -300,6 +300,7 @@ class EngineClient:
                     raise error
                 raise EngineDeadError(self._cause(report.fatal))
             if report is not None and report.info is not None:
+                self._stats = report.stats or self._stats
                 return report.info
             failure = self._executor.failure()
             if report is None and failure is not None:

@@ -105,6 +105,11 @@ async def test_a_stream_yields_what_collect_returns(config: EngineConfig) -> Non
         assert [e.finish_reason for e in streamed][-1] == "length"
 
 
+def test_a_ready_engine_shows_its_pages_before_the_first_request(config: EngineConfig) -> None:
+    with running(config) as engine:
+        assert engine.stats.pages_total == engine.info.num_pages - 1
+
+
 def test_abort_of_an_unknown_request_is_ignored(config: EngineConfig) -> None:
     with running(config) as engine:
         engine.abort("nobody")
