@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -127,8 +128,11 @@ def _strike(fault: Fault, stage: Stage, result: Round) -> Strike:
         stage.load.hold()
     strike = fault.strike(stage)
     if fault.promise in ("front", "leave"):
-        result.freed_s = _time(strike, lambda: _idle(stage.cluster), "no page is held")
-        result.served_s = _time(strike, lambda: _serves(stage.cluster.url, stage), "an answer")
+        with ThreadPoolExecutor() as pool:  # at the same time: neither waits for the other
+            idle, url = lambda: _idle(stage.cluster), stage.cluster.url
+            served = pool.submit(_time, strike, lambda: _serves(url, stage), "an answer")
+            result.freed_s = _time(strike, idle, "no page is held")
+            result.served_s = served.result()
         stage.load.release()
     return strike
 
