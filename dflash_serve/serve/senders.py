@@ -20,6 +20,8 @@ __all__ = ["Senders", "actor_is_gone", "own_actor_name"]
 logger = get_logger(__name__)
 
 _POLL_S = 0.5
+_NAMESPACE = "serve"
+"""Where Serve's actors have their names, whatever the namespace of the application's processes."""
 
 
 class Senders:
@@ -34,6 +36,8 @@ class Senders:
         self._is_gone = is_gone
         self._poll_s = poll_s
         self._tasks: dict[str, set[asyncio.Task[object]]] = {}
+        # A name that was never found is not taken for dead: it may only be unknown here.
+        self._alive: set[str] = set()
         self._watcher: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -58,7 +62,10 @@ class Senders:
         while self._tasks:
             await asyncio.sleep(self._poll_s)
             for sender in list(self._tasks):
-                if await asyncio.to_thread(self._is_gone, sender):
+                if not await asyncio.to_thread(self._is_gone, sender):
+                    self._alive.add(sender)
+                elif sender in self._alive:
+                    self._alive.discard(sender)
                     tasks = self._tasks.pop(sender, set())
                     logger.warning("%s has died; ending its %d requests", sender, len(tasks))
                     for task in tasks:
@@ -75,9 +82,9 @@ def own_actor_name() -> str | None:
 
 
 def actor_is_gone(name: str) -> bool:
-    """Whether no actor of this namespace bears the name any more; takes about a millisecond."""
+    """Whether no actor of Serve's bears the name any more; takes about a millisecond."""
     try:
-        ray.get_actor(name)
+        ray.get_actor(name, namespace=_NAMESPACE)
     except ValueError:
         return True
     except RayError:

@@ -64,9 +64,24 @@ async def test_a_request_that_has_ended_is_not_cancelled_and_nobody_is_asked_abo
     await asyncio.sleep(0.05)
     assert len(front.asked) == asked
     # The watch begins again with the next request.
-    with pytest.raises(asyncio.CancelledError), senders.watched("a"):
-        await asyncio.sleep(10)
-    asyncio.current_task().uncancel()
+    front.dead.clear()
+
+    async def request():
+        with senders.watched("a"):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0.05)
+    front.dead.add("a")
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
+
+
+async def test_a_front_end_that_was_never_found_is_not_taken_for_dead(front, senders):
+    front.dead.add("a")
+    with senders.watched("a"):
+        await asyncio.sleep(0.05)
+    assert "a" in front.asked
 
 
 @pytest.mark.ray
@@ -75,7 +90,8 @@ def test_a_killed_actor_is_gone(ray_cluster):
         def name(self):
             return own_actor_name()
 
-    actor = ray_cluster.remote(Actor).options(num_cpus=0.1, name="front-1").remote()
+    options = {"num_cpus": 0.1, "name": "front-1", "namespace": "serve"}
+    actor = ray_cluster.remote(Actor).options(**options).remote()
     assert ray_cluster.get(actor.name.remote(), timeout=60) == "front-1"
     assert own_actor_name() is None
     assert not actor_is_gone("front-1")
