@@ -331,6 +331,7 @@ def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
         kv_bytes=pair.kv_bytes,
         load_seconds=pair.load_seconds,
         dummy_weights=config.load_format == "dummy",
+        draft_quantization=None if pair.draft_head is None else config.draft_quantization,
         synthetic_acceptance=config.synthetic_acceptance,
         startup=runner.startup,
         fallbacks=_fallbacks(config, runner),
