@@ -120,7 +120,7 @@ class Replica:
         return {
             "requests": self._engine.outstanding,
             "tokens": self._text.held_tokens,
-            "kv_tokens": stats.pages_total * info.page_size,
+            "kv_tokens": info.num_pages * info.page_size,
             "kv_use": stats.pages_used / stats.pages_total if stats.pages_total else 0.0,
             "starts": self._engine.restarts,
         }
