@@ -9,6 +9,7 @@ and kills, stops and breaks parts of it. Ends with 1 when a promise was broken.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -40,11 +41,13 @@ def run(
     clients: int,
     seed: int,
     console: Console,
+    done: list[Round],
     keep: bool = False,
-) -> list[Round]:
+) -> None:
     """Run rounds of each fault on one deployment per number of replicas.
 
     Args:
+        done: receives every round when it is over.
         keep: leave the temporary folder, Ray's logs and the flight records in it, and say where.
 
     Raises:
@@ -57,7 +60,6 @@ def run(
     from .bodies import make_bodies, undisturbed
     from .cluster import Cluster
 
-    done: list[Round] = []
     with _own_folder(keep) as folder, _progress(console, len(faults) * rounds) as show:
         show("starting")
         pair = make_pair(folder / "pair")
@@ -83,7 +85,6 @@ def run(
                     show(None)
                     verdict = "; ".join(result.broken) or "kept"
                     console.print(f"{title}: {verdict} ({time.monotonic() - began:.0f} s)")
-    return done
 
 
 @contextmanager
@@ -148,14 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown faults {', '.join(unknown)}; there are {', '.join(names)}")
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    rounds = run(
-        [fault for fault in FAULTS if fault.name in chosen],
-        rounds=options.rounds,
-        clients=options.clients,
-        seed=options.seed,
-        console=console,
-        keep=options.keep,
-    )
+    rounds: list[Round] = []
+    with contextlib.suppress(KeyboardInterrupt):  # the rounds before it count
+        run(
+            [fault for fault in FAULTS if fault.name in chosen],
+            rounds=options.rounds,
+            clients=options.clients,
+            seed=options.seed,
+            console=console,
+            done=rounds,
+            keep=options.keep,
+        )
+    if not rounds:
+        return 1
     console.print(make_table(rounds))
     if options.output is not None:
         write_json(options.output, rounds, vars(options) | {"output": str(options.output)})
