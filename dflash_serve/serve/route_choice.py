@@ -178,8 +178,15 @@ class Chooser:
                 self.index.limit(view.name, cached)
 
     def _two_choices(self, pool: Sequence[ReplicaView], loads: Mapping[str, float]) -> str:
-        drawn = self._rng.sample(pool, min(2, len(pool)))
-        return min(drawn, key=lambda view: (self._is_full(view), loads[view.name])).name
+        """The less loaded of two; about equally loaded, the one that was sent less to keep."""
+
+        def worse(view: ReplicaView) -> tuple[bool, float, int]:
+            load, kept = loads[view.name], 0
+            if self.rules.policy == "prefix":  # new beginnings spread over the caches
+                load, kept = round(load), self.index.size(view.name)
+            return self._is_full(view), load, kept
+
+        return min(self._rng.sample(pool, min(2, len(pool))), key=worse).name
 
     def _is_full(self, view: ReplicaView) -> bool:
         return view.report is not None and view.report.kv_use >= self.rules.kv_full

@@ -119,6 +119,10 @@ class PrefixIndex:
         """Blocks kept, of all replicas together."""
         return sum(map(len, self._blocks.values()))
 
+    def size(self, replica: str) -> int:
+        """Blocks kept of one replica."""
+        return len(self._blocks.get(replica, ()))
+
     def limit(self, replica: str, blocks: int) -> None:
         """Keep at most so many of a replica's blocks: it cannot have more cached itself."""
         self._limits[replica] = min(self._max_blocks, max(1, blocks))

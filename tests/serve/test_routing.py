@@ -184,6 +184,19 @@ def test_without_overlap_the_less_loaded_of_two_is_taken():
     assert sorted(choice.order) == ["a", "b", "c"]
 
 
+def test_new_beginnings_go_where_less_is_kept_while_loads_are_equal():
+    choose = chooser()
+    sent = Counter()
+    for number in range(18):
+        given = asked(text(number, 3))
+        name = choose.choose(given, views(a=0, b=0, c=0)).order[0]
+        choose.sent(given, name)
+        sent[name] += 1
+    assert max(sent.values()) - min(sent.values()) <= 2
+    choose.sent(asked(text(99, 100)), "a")
+    assert choose.choose(asked(), views(a=0, b=1)).order[0] == "a"
+
+
 def test_a_session_sticks_moves_when_overloaded_and_stays_where_it_went():
     choose = chooser(overload_requests=2.0)
     first = asked("short", session="one")
