@@ -156,6 +156,8 @@ class Runner:
         pools = [pair.target_kv] if pair.draft_kv is None else [pair.target_kv, pair.draft_kv]
         for kv in pools:
             kv.pool[:, :, : pages[-1] + 1].zero_()
+        # Or slot 0 would grow with every step that is timed, beyond its pages in the end.
+        self.state.rest()
         if pair.device.type == "cuda":
             self._compile_prefill()
         if self.graphs is not None:

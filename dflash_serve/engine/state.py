@@ -83,6 +83,11 @@ class DeviceState:
         if edits:
             self._staging.write(self._memory, edits)
 
+    def rest(self) -> None:
+        """Put every place of the batch on the slot that is nobody's, whose length stays 0."""
+        self.batch.fill_(self.dummy)
+        self._batch = []
+
     def gather(
         self, slots: Tensor, rows: int, page_size: int, mask_id: int = 0, *, ahead: int = 1
     ) -> StepRows:
