@@ -26,6 +26,7 @@ from dflash_serve.bench.routing import (
 
 POLICIES = ("round_robin", "two_choices", "prefix")
 MODEL = "tiny"
+POSITIONS = 4096
 
 
 def long_pair(folder: Path, positions: int) -> tuple[str, str]:
@@ -54,7 +55,7 @@ def deploy(pair: tuple[str, str], policy: str, options: argparse.Namespace) -> N
         "draft": pair[1],
         "device": "cpu",
         "threads": 1,
-        "max_model_len": options.prefix_tokens + options.suffix_tokens + options.max_tokens + 64,
+        "max_model_len": POSITIONS,  # no engine takes a larger pool than its requests could fill
         "kv_cache_gib": options.kv_cache_gib,
         "max_running": 8,
     }
@@ -110,7 +111,7 @@ def compare(
     from dflash_serve.serve.local import stop
     from tests.serve.conftest import free_port
 
-    pair = long_pair(folder / "pair", 4096)
+    pair = long_pair(folder / "pair", POSITIONS)
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     port = free_port()
     serve.start(
