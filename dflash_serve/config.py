@@ -47,6 +47,9 @@ class EngineConfig:
             and takes `gpu_memory_fraction` of the device on CUDA.
         gpu_memory_fraction: share of the GPU's memory the engine may use.
         prefill_chunk: most prompt tokens computed in one step.
+        pack_prompts: compute the prompts of a step in one pass in place of one after the other.
+            How the numbers of a prompt are rounded then depends on those computed with it, however
+            short it is: in bfloat16 the bits of its keys and values do.
         prefix_cache: keep finished pages and reuse them for prompts with the same beginning.
         verify_length: rows verified per step (g); None verifies the draft's whole block, "auto"
             lets rank 0 choose before every step from timings and running acceptance.
@@ -91,6 +94,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     gpu_memory_fraction: float = 0.9
     prefill_chunk: int = 1024
+    pack_prompts: bool = False
     prefix_cache: bool = True
     verify_length: int | Literal["auto"] | None = None
     block_size: int | None = None

@@ -73,8 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=3, help="speed: requests in each place")
     parser.add_argument("--repeats", type=int, help="speed: 3; prefill: 5")
-    parser.add_argument("--loads", type=_loads, default=[(8, 1024), (1, 8192)], help="prefill")
+    parser.add_argument("--loads", type=_loads, help="prefill: 8x1024,1x8192; packed 16x64 too")
     parser.add_argument("--chunks", type=_integers, default=[1024, 2048, 8192], help="prefill")
+    parser.add_argument(
+        "--pack", action="store_true", help="prefill: with and without pack_prompts"
+    )
     return parser
 
 
@@ -151,6 +154,7 @@ def _work(options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
         loads=options.loads,
         chunks=options.chunks,
         repeats=options.repeats or 5,
+        packed=[False, True] if options.pack else [False],
         progress=_progress,
     )
 
@@ -158,6 +162,8 @@ def _work(options: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     options = _parser().parse_args(arguments)
+    if options.loads is None:
+        options.loads = [(8, 1024), *([(16, 64)] if options.pack else []), (1, 8192)]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -1,8 +1,12 @@
-"""Time of prompts alone, through the engine, at several sizes of a prefill chunk."""
+"""Time of prompts alone, through the engine, at several sizes of a prefill chunk.
+
+With the prompts of a step computed one after the other, in one pass, or both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +14,7 @@ from typing import Any
 
 from dflash_serve.bench.engines import random_prompts, requests, running, variant
 from dflash_serve.config import EngineConfig
+from dflash_serve.engine.client import EngineClient
 from dflash_serve.model_config import TargetConfig, TransformerConfig
 
 __all__ = ["prefill", "prefill_flops"]
@@ -22,6 +27,7 @@ def prefill(
     loads: Sequence[tuple[int, int]],
     chunks: Sequence[int],
     repeats: int,
+    packed: Sequence[bool] = (False,),
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Median seconds from the submission of prompts to the first token of the last of them.
@@ -30,37 +36,39 @@ def prefill(
         modes: "plain" computes the target alone, others also the context of the draft.
         loads: (prompts, tokens of each).
         chunks: values of `prefill_chunk`.
+        packed: values of `pack_prompts`.
     """
     shape = TargetConfig.load(config.target).model
     cells: list[dict[str, Any]] = []
-    for mode in modes:
-        for chunk in chunks:
-            # Nothing is decoded, so that no step need be captured.
-            sized = dataclasses.replace(variant(config, mode), prefill_chunk=chunk, eager=True)
-            with running(sized) as engine:
-                for count, length in loads:
-                    seconds = []
-                    for i in range(repeats + 1):
-                        texts = random_prompts(count, (length, length), engine.info.vocab_size, i)
-                        submits = requests("prefill", texts, 1, 0.0)
-                        began = time.perf_counter()
-                        engine.collect(submits)
-                        seconds.append(time.perf_counter() - began)
-                    cells.append(_cell(mode, chunk, count, length, seconds[1:], shape))
-                    progress(
-                        "{mode}, chunk {chunk}, {prompts} x {length}: {seconds:.4f} s, "
-                        "{tflops:.1f} TFLOP/s".format(**cells[-1])
-                    )
+    for mode, chunk, pack in itertools.product(modes, chunks, packed):
+        # Nothing is decoded, so that no step need be captured.
+        sized = dataclasses.replace(
+            variant(config, mode), prefill_chunk=chunk, pack_prompts=pack, eager=True
+        )
+        way = {"mode": mode, "chunk": chunk, "packed": pack}
+        with running(sized) as engine:
+            for count, length in loads:
+                seconds = [_seconds(engine, count, length, i) for i in range(repeats + 1)]
+                cells.append(way | _cell(count, length, seconds[1:], shape))
+                progress(
+                    "{mode}, chunk {chunk}, {prompts} x {length}{how}: {seconds:.4f} s, "
+                    "{tflops:.1f} TFLOP/s".format(how=" packed" if pack else "", **cells[-1])
+                )
     return {"cells": cells}
 
 
-def _cell(
-    mode: str, chunk: int, count: int, length: int, runs: list[float], shape: TransformerConfig
-) -> dict[str, Any]:
+def _seconds(engine: EngineClient, count: int, length: int, seed: int) -> float:
+    """From the submission of random prompts to the first token of the last of them."""
+    texts = random_prompts(count, (length, length), engine.info.vocab_size, seed)
+    submits = requests("prefill", texts, 1, 0.0)
+    began = time.perf_counter()
+    engine.collect(submits)
+    return time.perf_counter() - began
+
+
+def _cell(count: int, length: int, runs: list[float], shape: TransformerConfig) -> dict[str, Any]:
     flops, seconds = prefill_flops(shape, count, length), statistics.median(runs)
     return {
-        "mode": mode,
-        "chunk": chunk,
         "prompts": count,
         "length": length,
         "runs": runs,

@@ -16,7 +16,7 @@ from dflash_serve.engine.graphs import StepGraphs, StepKey, batch_buckets
 from dflash_serve.engine.pair import Pair
 from dflash_serve.engine.readback import Outbox, Pending
 from dflash_serve.engine.state import DeviceState
-from dflash_serve.engine.step import decode, prefill
+from dflash_serve.engine.step import decode, prefill, prefill_packed
 from dflash_serve.kernels.pick import NOISY_ROWS
 from dflash_serve.log import get_logger
 from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan, StepResult
@@ -24,6 +24,9 @@ from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan, StepR
 __all__ = ["Runner"]
 
 logger = get_logger(__name__)
+
+_ROW_COUNTS = (1, 2, 16, 17, 33, 65, 129)
+"""From each of these on a product may take another kernel."""
 
 
 class Runner:
@@ -46,6 +49,7 @@ class Runner:
         self.drafter = _drafter(pair, scale)
         self._captured_drafter = self.drafter
         self._longest = length
+        self._pack_prompts = config.pack_prompts
         self._slots = torch.arange(slots + 1, device=pair.device)
         self._outbox = Outbox(pair.device)
         self.graphs: StepGraphs | None = None
@@ -64,8 +68,12 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Queue one plan on the device; its outcome can be waited for later."""
-        self.state.apply(plan)
-        sampled = self._prefill(plan.prefill) if plan.prefill else None
+        packs = self._pack_prompts and len(plan.prefill) > 1
+        self.state.apply(plan, pack=packs)
+        sampled = None
+        if plan.prefill:
+            compute = self._prefill_packed if packs else self._prefill
+            sampled = compute(plan.prefill)
         decoded = self._decode(plan) if plan.decode else None
         return self._outbox.send(plan, sampled, decoded, self._scrub)
 
@@ -115,6 +123,10 @@ class Runner:
             results.append(torch.stack([picked, fault.long()], dim=1))
             first += count
         return torch.cat(results)
+
+    def _prefill_packed(self, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """`_prefill` in one pass; the scheduler bounds the sum of the chunks as it does one."""
+        return prefill_packed(self.pair, self.state, chunks)
 
     @torch.inference_mode()
     def _scrub(self, slots: Sequence[int]) -> None:
@@ -169,16 +181,57 @@ class Runner:
 
         A kernel compiled while requests wait costs them seconds.
         """
-        counts = [1, 2, 16, 17, 33, 65, 129, self.state.tokens.shape[0]]
+        counts = {*_ROW_COUNTS, self.state.tokens.shape[0]}
         for count in sorted({min(c, self.state.tokens.shape[0], self._longest) for c in counts}):
             for truncates in (False, True):
                 self._idle_prefill(count, truncates=truncates)
+        # Ids behind those of another chunk may lie at an address that is no multiple of 16.
+        for first in (1, 2):
+            if first < self.state.tokens.shape[0]:
+                self._idle_prefill(1, first=first, truncates=False)
+        if self._pack_prompts:
+            self._compile_packed()
 
-    def _idle_prefill(self, count: int, *, truncates: bool) -> None:
+    def _compile_packed(self) -> None:
+        """What chunks in one pass run beside the products above: the gather and attention of
+        requests of different lengths, and the head for every number of chunks."""
+        most, tokens = self._most_packed()
+        for chunks in sorted({min(count, most) for count in (*_ROW_COUNTS, most)}):
+            for noisy, truncates in ((False, False), (True, False), (True, True)):
+                self._idle_packed(chunks, chunks, noisy=noisy, truncates=truncates)
+        # The sum of the chunks may be more than one alone may have.
+        self._idle_packed(most, tokens, noisy=True, truncates=True)
+
+    def _most_packed(self) -> tuple[int, int]:
+        """Most chunks of one pass, and most tokens of so many."""
+        tokens = self.state.tokens.shape[0]
+        chunks = min(tokens, self.state.chunk_slots.shape[0])
+        return chunks, min(tokens, chunks * self._longest)
+
+    def _idle_prefill(self, count: int, *, first: int = 0, truncates: bool) -> None:
         """A chunk on the slot that is nobody's."""
-        slot, tokens = self._slots[self.state.dummy :], self.state.tokens[:count]
+        slot, tokens = self._slots[self.state.dummy :], self.state.tokens[first : first + count]
         options = {"sample": True, "noisy": True, "truncates": truncates}
         prefill(self.pair, self.state, slot, tokens, 0, **options)
+        self.state.start[self.state.dummy] = 0
+
+    def _idle_packed(self, chunks: int, tokens: int, *, noisy: bool, truncates: bool) -> None:
+        """`tokens` tokens in so many chunks of about one length, all of which sample, on the slot
+        that is nobody's."""
+        bounds = [tokens * i // chunks for i in range(chunks + 1)]
+        planned = [
+            PrefillChunk(
+                slot=self.state.dummy,
+                start=0,
+                token_ids=[0] * (stop - first),
+                sample=True,
+                noisy=noisy,
+                truncates=truncates,
+            )
+            for first, stop in itertools.pairwise(bounds)
+        ]
+        self.state.pack(planned)
+        self._prefill_packed(planned)
         self.state.start[self.state.dummy] = 0
 
     @torch.inference_mode()
@@ -215,8 +268,10 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse_prefill(self) -> None:
-        """Run the largest chunk on the slot that is nobody's."""
+        """Run the largest chunk, and the largest sum of chunks, on the slot that is nobody's."""
         self._idle_prefill(min(self.state.tokens.shape[0], self._longest), truncates=True)
+        if self._pack_prompts:
+            self._idle_packed(*self._most_packed(), noisy=True, truncates=True)
 
     @torch.inference_mode()
     def rehearse_decode(self) -> None:

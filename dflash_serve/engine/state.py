@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_serve.kernels.block import StepRows, gather_step
+from dflash_serve.kernels.block import ChunkRows, StepRows, gather_chunks, gather_step
 from dflash_serve.parallel.pick import RowSampling
-from dflash_serve.scheduler.plan import SlotSetup, StepPlan
+from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan
 
 __all__ = ["DeviceState"]
 
@@ -32,6 +34,10 @@ class DeviceState:
         page_table: [S + 1, P] page ids in position order; 0 is the dummy page.
         batch: [S] slots of the decode batch, padded with `dummy`.
         tokens: ids of the prefill chunks, one after the other.
+        chunk_slots: [S] slots of the chunks computed in one pass, padded with `dummy`.
+        row_starts: [S + 1] which of the tokens are whose, as in `AttentionView`; those that pad
+            have none.
+        sampling_chunks: [≤ S] which of the chunks choose a token.
         scale: [1] float32, the factor on the draft's logits where it is fitted.
         dummy: index of the row that is nobody's.
     """
@@ -41,11 +47,21 @@ class DeviceState:
     ) -> None:
         self.device = device
         self.dummy = slots
-        sizes = [(slots + 1) * _WIDTH, (slots + 1) * pages_per_slot, slots, prefill_tokens]
-        self._memory = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        table, pages, self.batch, self.tokens = torch.split(self._memory, sizes)
-        self._first = dict(
-            zip(("pages", "batch", "tokens"), np.cumsum(sizes).tolist(), strict=False)
+        sizes = {
+            "slots": (slots + 1) * _WIDTH,
+            "pages": (slots + 1) * pages_per_slot,
+            "batch": slots,
+            "chunks": 3 * slots + 1,
+            "tokens": prefill_tokens,
+        }
+        self._memory = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        table, pages, self.batch, packing, self.tokens = torch.split(
+            self._memory, list(sizes.values())
+        )
+        firsts = itertools.accumulate(sizes.values(), initial=0)
+        self._first = dict(zip(sizes, firsts, strict=False))
+        self.chunk_slots, self.row_starts, self.sampling_chunks = torch.split(
+            packing, [slots, slots + 1, slots]
         )
         self._slots = table.view(-1, _WIDTH)
         self.page_table = pages.view(-1, pages_per_slot)
@@ -58,10 +74,13 @@ class DeviceState:
         self._slots.copy_(torch.tensor([idle] * (slots + 1)))
         self.batch.fill_(slots)
 
-    def apply(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan, *, pack: bool = False) -> None:
         """Take over a plan's new requests, pages, decode batch and prompt tokens.
 
         One copy to the device, whatever changed; none when nothing did.
+
+        Args:
+            pack: also say where the chunks stand in one pass.
         """
         edits: list[tuple[int, list[int]]] = []
         for setup in plan.setups:
@@ -73,6 +92,7 @@ class DeviceState:
         if plan.prefill:
             ids = [token for chunk in plan.prefill for token in chunk.token_ids]
             edits.append((self._first["tokens"], ids))
+            edits += self._packing(plan.prefill) if pack else []
         if plan.decode and plan.decode != self._batch:
             self._batch = list(plan.decode)
             padding = [self.dummy] * (self.batch.shape[0] - len(plan.decode))
@@ -82,6 +102,23 @@ class DeviceState:
             self.scale.fill_(plan.draft_scale)
         if edits:
             self._staging.write(self._memory, edits)
+
+    def pack(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Take over chunks to be computed in one pass, without a plan."""
+        ids = [token for chunk in chunks for token in chunk.token_ids]
+        edits = [(self._first["tokens"], ids), *self._packing(chunks)]
+        self._staging.write(self._memory, edits)
+
+    def _packing(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, list[int]]]:
+        """Edits of slots and row starts, for as many chunks as there are slots: kernels are
+        compiled for that one number."""
+        slots = self.chunk_slots.shape[0]
+        missing = slots - len(chunks)
+        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
+        whose = [chunk.slot for chunk in chunks] + [self.dummy] * missing
+        values = [*whose, 0, *ends, *ends[-1:] * missing]
+        values += [i for i, chunk in enumerate(chunks) if chunk.sample]
+        return [(self._first["chunks"], values)]
 
     def rest(self) -> None:
         """Put every place of the batch on the slot that is nobody's, whose length stays 0."""
@@ -96,17 +133,30 @@ class DeviceState:
             self._slots, self.page_table, slots, rows, page_size, mask_id, ahead=ahead
         )
 
+    def gather_chunks(self, rows: int, page_size: int) -> ChunkRows:
+        """What one pass over all chunks, of `rows` tokens, needs; see `kernels.block`."""
+        return gather_chunks(
+            self._slots, self.page_table, self.chunk_slots, self.row_starts, rows, page_size
+        )
+
     @staticmethod
-    def sampling(step: StepRows, count: int, *, noisy: bool, truncates: bool) -> RowSampling:
-        """Sampling parameters of the first `count` rows of each request of a step."""
-        whole, real = step.state, step.state.view(torch.float64)
+    def sampling(
+        state: Tensor, first: Tensor, count: int, *, noisy: bool, truncates: bool
+    ) -> RowSampling:
+        """Sampling parameters of the first `count` rows of each request of a step.
+
+        Args:
+            state: [B, C] the requests' rows of the slot table.
+            first: [B] position of the token that a request's first row chooses.
+        """
+        whole, real = state, state.view(torch.float64)
         return RowSampling(
             temperature=real[:, 4],
             top_k=whole[:, 3],
             top_p=real[:, 5],
             min_p=real[:, 6],
             seed=whole[:, 2],
-            position=step.first,
+            position=first,
             count=count,
             noisy=noisy,
             truncates=truncates,

@@ -1,4 +1,4 @@
-"""One decode step and one prefill chunk, from page table to committed tokens.
+"""One decode step and prefill chunks, from page table to committed tokens.
 
 A step reads no value back to the host between its parts, so that it can be captured whole.
 """
@@ -6,6 +6,7 @@ A step reads no value back to the host between its parts, so that it can be capt
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from dflash_serve.kernels.accept import commit
 from dflash_serve.kernels.block import StepRows
 from dflash_serve.models.layers import RowBatch
 from dflash_serve.parallel.pick import RowSampling, row_noise
+from dflash_serve.scheduler.plan import PrefillChunk
 
-__all__ = ["DecodeOutput", "decode", "prefill"]
+__all__ = ["DecodeOutput", "decode", "prefill", "prefill_packed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ def decode(
     """
     step = state.gather(slots, rows, pair.page_size, pair.settings.mask_id or 0)
     batch, anchor = RowBatch(**vars(step.block), rows=rows, longest=longest), step.anchor
-    sampling = state.sampling(step, rows, noisy=noisy, truncates=truncates)
+    sampling = state.sampling(step.state, step.first, rows, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
 
     if rows > 1 and drafter is not None:
@@ -130,10 +132,55 @@ def prefill(
     state.start.index_fill_(0, slots, start + count)
     if not sample:
         return None, hidden[-1:].isnan().any(dim=1)
-    sampling = state.sampling(step, 1, noisy=noisy, truncates=truncates)
+    sampling = state.sampling(step.state, step.first, 1, noisy=noisy, truncates=truncates)
     noise = row_noise(sampling, pair.target.head.shard)
     picked, fault = head_rows(
         pair.target, hidden[-1:], sampling, pair.group, noise=noise, limit=pair.logits_rows
     )
     state.anchor[slots] = picked
     return picked, fault
+
+
+def prefill_packed(pair: Pair, state: DeviceState, chunks: Sequence[PrefillChunk]) -> Tensor:
+    """Run one chunk each of several requests in one pass, as `prefill` runs one.
+
+    Their ids and places must be on the device already (`DeviceState.apply`, `DeviceState.pack`);
+    of the chunks themselves only what the host decides by is read. Where one chunk asks for noise
+    or truncation, all go the way of those that do, which leaves the others' choices as they are.
+
+    Returns:
+        [chunks, 2] the id, or −1 where none was asked for, and the fault.
+    """
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    rows, longest = sum(counts), max(chunk.start + len(chunk.token_ids) for chunk in chunks)
+    step = state.gather_chunks(rows, pair.page_size)
+    batch = RowBatch(
+        **vars(step.block), rows=max(counts), longest=longest, row_starts=state.row_starts
+    )
+    hidden, taps = pair.target(state.tokens[:rows], batch, pair.target_kv)
+    if taps is not None:
+        pair.inject(taps, batch.positions, batch.slots)
+    slots = state.chunk_slots[: len(chunks)]
+    state.start.index_copy_(0, slots, step.stop[: len(chunks)])
+
+    last = hidden[state.row_starts[1 : len(chunks) + 1] - 1]
+    fault = last.isnan().any(dim=1).long()
+    results = torch.stack([torch.full_like(fault, -1), fault], dim=1)
+    sampling_chunks = [chunk for chunk in chunks if chunk.sample]
+    if not sampling_chunks:
+        return results
+    which = state.sampling_chunks[: len(sampling_chunks)]
+    sampling = state.sampling(
+        step.state[which],
+        step.stop[which],
+        1,
+        noisy=any(chunk.noisy for chunk in sampling_chunks),
+        truncates=any(chunk.truncates for chunk in sampling_chunks),
+    )
+    noise = row_noise(sampling, pair.target.head.shard)
+    picked, faults = head_rows(
+        pair.target, last[which], sampling, pair.group, noise=noise, limit=pair.logits_rows
+    )
+    state.anchor[slots[which]] = picked
+    results[which] = torch.stack([picked, faults.long()], dim=1)
+    return results

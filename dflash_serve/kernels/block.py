@@ -1,4 +1,4 @@
-"""What a decode step feeds to the draft and the target: ids, positions and page slots."""
+"""What a step feeds to the draft and the target: ids, positions and page slots."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from dflash_serve.kernels.backend import compiled
 
 __all__ = [
     "BlockRows",
+    "ChunkRows",
     "StepRows",
     "block_ids",
     "block_positions",
+    "gather_chunks",
     "gather_step",
     "page_slots",
 ]
@@ -21,12 +23,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class BlockRows:
-    """Where the B · R rows of a step stand.
+    """Where the T rows of a step stand, R of each request or as many as its chunk has.
 
     Attributes:
         start: [B] committed lengths.
-        positions: [B · R] absolute positions start…start+R−1 of each request.
-        slots: [B · R] page slots of those positions.
+        positions: [T] absolute positions start…start+R−1 of each request.
+        slots: [T] page slots of those positions.
         page_table: [B, P].
     """
 
@@ -52,6 +54,21 @@ class StepRows:
     anchor: Tensor
     ids: Tensor
     first: Tensor
+    state: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRows:
+    """All that chunks of several prompts read from the device tables.
+
+    Attributes:
+        block: where the rows stand.
+        stop: [B] position after a chunk, that of the token which its last row chooses.
+        state: [B, C] the chunks' rows of the slot table.
+    """
+
+    block: BlockRows
+    stop: Tensor
     state: Tensor
 
 
@@ -95,6 +112,40 @@ def gather_step(
         first=start + ahead,
         state=copied,
     )
+
+
+def gather_chunks(
+    state: Tensor,
+    page_tables: Tensor,
+    slots: Tensor,
+    row_starts: Tensor,
+    rows: int,
+    page_size: int,
+) -> ChunkRows:
+    """`gather_step` for requests with different numbers of rows; nothing is read on the host.
+
+    Args:
+        state, page_tables: see `gather_step`.
+        slots: [B].
+        row_starts: [B + 1] int64; request b has rows row_starts[b]…row_starts[b + 1] − 1, none
+            where the two are equal.
+        rows: T = row_starts[B].
+    """
+    if compiled(state):
+        from dflash_serve.kernels.gpu import block
+
+        start, positions, places, table, stop, copied = block.gather_chunks(
+            state, page_tables, slots, row_starts, rows, page_size
+        )
+        return ChunkRows(BlockRows(start, positions, places, table), stop, copied)
+    copied, table = state[slots], page_tables[slots]
+    start, counts = copied[:, 1].contiguous(), row_starts.diff()
+    request = torch.repeat_interleave(counts, output_size=rows)
+    index = torch.arange(rows, device=state.device) - row_starts[request]
+    positions = start[request] + index
+    page = table[request, positions // page_size]
+    places = page * page_size + positions % page_size
+    return ChunkRows(BlockRows(start, positions, places, table), start + counts, copied)
 
 
 def block_ids(anchor: Tensor, rows: int, mask_id: int) -> Tensor:

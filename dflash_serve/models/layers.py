@@ -36,20 +36,29 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class RowBatch(BlockRows):
-    """Where the T = B · R tokens of a call stand.
+    """Where the T tokens of a call stand: B · R, or as many as `row_starts` says.
 
     Attributes:
-        rows: R, rows of each request.
+        rows: R, rows of each request; with `row_starts` a host bound on them.
         longest: host bound on start + R.
+        row_starts: [B + 1] int64 where requests have different numbers of rows; see
+            `AttentionView`.
     """
 
     rows: int
     longest: int
+    row_starts: Tensor | None = None
 
     def view(self, page_size: int, *, causal: bool) -> AttentionView:
         """Which keys the rows see."""
         return AttentionView(
-            self.page_table, self.start, self.rows, self.longest, page_size, causal
+            self.page_table,
+            self.start,
+            self.rows,
+            self.longest,
+            page_size,
+            causal,
+            row_starts=self.row_starts,
         )
 
 
@@ -98,7 +107,8 @@ class Attention:
             pages,
             self.num_heads,
         )
-        query = query.view(-1, batch.rows, self.num_heads, self.head_dim)
+        each = () if batch.row_starts is not None else (batch.rows,)
+        query = query.view(-1, *each, self.num_heads, self.head_dim)
         return attend(query, *pages, view).reshape(normal.shape[0], -1)
 
 
