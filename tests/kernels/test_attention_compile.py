@@ -27,6 +27,7 @@ from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_atte
 from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 PAGE = 64
 WHOLE, SPLIT = Sharing("whole", 1), Sharing("split", 4)
 TALL = DecodeTiles(64, 64, 128)

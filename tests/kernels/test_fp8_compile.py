@@ -28,6 +28,7 @@ from dflash_serve.kernels.rows import RowSampling
 from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 ROWS = (16, 64, 128, 512, 2048)
 WIDTHS = (4096, 12288, 20480)
 BOXES = {FP8: "fp8e4nv", torch.bfloat16: "bf16"}

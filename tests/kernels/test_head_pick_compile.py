@@ -24,6 +24,7 @@ from tests.engine.rows import row_sampling
 from tests.kernels.test_small_compile import WAITS_FIRST, signature
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 COLUMNS, DEPTH = 151936, 4096
 COUNTS = (16, 32, 64, 128, 2048)
 

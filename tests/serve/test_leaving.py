@@ -106,6 +106,7 @@ def test_terminated_replica_hands_its_requests_over(url):
     until(lambda: len(replicas(url)) == 2, "two replicas again", 60)
 
 
+@pytest.mark.slow
 def test_replacing_all_replicas_under_load_loses_nothing(url, fake_target):
     """A new version comes, and the old replicas get less time than their requests take."""
     streams = begin(url)
@@ -116,6 +117,7 @@ def test_replacing_all_replicas_under_load_loses_nothing(url, fake_target):
     until(lambda: not before & {r["replica"] for r in replicas(url)}, "the old ones are gone", 30)
 
 
+@pytest.mark.slow
 def test_bound_on_attempts_ends_in_an_openai_error(base, fake_target):
     application = assemble(settings_of(fake_target, resume_attempts=0), FakeReplica)
     serve.run(application, name="bounded", route_prefix="/bounded")

@@ -17,7 +17,7 @@ from .fake_replica import FakeReplica
 from .streams import StreamReader
 from .waiting import until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PREFIX = [7] * 400
 LONG = 1_500  # output tokens: seven seconds or more

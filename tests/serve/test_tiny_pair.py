@@ -201,6 +201,7 @@ def busy_replica(url):
     return max(replicas, key=lambda r: r["outstanding"])["config"]["pid"]
 
 
+@pytest.mark.slow
 def test_killed_replica_costs_the_clients_nothing(url, pair, undisturbed):
     bodies, expected = undisturbed
     settings = ServeSettings(
