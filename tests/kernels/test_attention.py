@@ -204,7 +204,7 @@ def test_long_prompts_equal_torch(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_the_reference_shows_exactly_the_keys_of_the_window(causal: bool) -> None:
-    case = paged([40], 4, heads=2, window=7, causal=causal)
+    case = paged([40], 4, heads=2, window=7, causal=causal, dtype=torch.float32)
     out = case.reference()
     slots = [case.view.page_table[0, k // 16].item() * 16 + k % 16 for k in range(44)]
     keys, values = (p.cpu().flatten(0, 1)[slots] for p in (case.keys, case.values))

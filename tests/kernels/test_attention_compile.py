@@ -152,7 +152,7 @@ def test_as_many_programs_fit_on_a_processor_as_the_tiles_say(
 def test_next_to_nothing_is_spilled(
     name: str, compiled: dict[str, dict[str, dict[str, int]]]
 ) -> None:
-    assert compiled[name]["decode"]["stack"] <= 48
+    assert compiled[name]["decode"]["stack"] <= 64
 
 
 @each_few_kernel

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 BOUND = 100.0 if CUDA else 1.0
-"""A Hopper tensor core keeps 14 bits of a sum between two steps of it."""
+"""A Hopper tensor core keeps 14 bits of a sum, between two steps of K and within one."""
 FEW = Fp8Tile(16, 64, 64, 4, 2)
 TILED = [
     FEW,
@@ -140,7 +140,7 @@ def test_quantised_rows_equal_the_plain_function_bit_for_bit(
 def test_every_tile_gives_the_product(tile: Fp8Tile, rows: int, columns: int, depth: int) -> None:
     x, weight = rand(rows, depth, seed=1), quantize_weight(weight_of(columns, depth))
     expected = exact(x, weight)
-    bound = 1.0 if tile.exact else BOUND
+    bound = 1.0 if tile.exact and not tile.swapped else BOUND
     with through_triton():
         data, scale = quantize_rows(x)
         out = gpu.product(data, scale, weight, tile, torch.float32)

@@ -113,9 +113,11 @@ def test_a_measured_product_of_many_rows_may_be_spread(monkeypatch: pytest.Monke
         assert close(out, case.plain() + case.residual.double())
 
 
-LARGE = [Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2, group=2)]
+SMALL_TILES = [Tile(16, 32, 32, 4, 2), Tile(32, 16, 32, 4, 2, group=2)]
+# The tiles of tensor cores are of two-byte operands: of float32 they fit in no processor.
+LARGE = {torch.float32: SMALL_TILES, torch.bfloat16: SMALL_TILES}
 if CUDA:
-    LARGE = [
+    LARGE[torch.bfloat16] = [
         Tile(64, 32, 32, 4, 2),
         Tile(128, 256, 64, 8, 3),
         Tile(128, 128, 64, 8, 4),
@@ -128,20 +130,21 @@ if CUDA:
     AWKWARD += [(300, 1000, 576), (1025, 776, 136), (513, 98, 64)]
 
 
-@pytest.mark.parametrize("tile", LARGE, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tile"), [(dtype, tile) for dtype in TYPES for tile in LARGE[dtype]], ids=str
+)
 @pytest.mark.parametrize(("rows", "columns", "depth"), AWKWARD, ids=str)
 def test_the_large_product_covers_awkward_shapes(
-    rows: int, columns: int, depth: int, tile: Tile
+    rows: int, columns: int, depth: int, dtype: torch.dtype, tile: Tile
 ) -> None:
-    for dtype in TYPES:
-        case = Case(rows, columns, depth, dtype)
-        x, weight = case.x, case.weight
-        assert close(linear_large.product(x, weight, tile), case.plain())
-        out = linear_large.product(x, weight, tile, residual=case.residual)
-        assert close(out, case.plain() + case.residual.double())
-        out = linear_large.product(x, weight, tile, out_dtype=torch.float32)
-        assert out.dtype == torch.float32
-        assert close(out, case.plain())
+    case = Case(rows, columns, depth, dtype)
+    x, weight = case.x, case.weight
+    assert close(linear_large.product(x, weight, tile), case.plain())
+    out = linear_large.product(x, weight, tile, residual=case.residual)
+    assert close(out, case.plain() + case.residual.double())
+    out = linear_large.product(x, weight, tile, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    assert close(out, case.plain())
 
 
 def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
@@ -149,7 +152,7 @@ def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
         case = Case(37, 40, 64, dtype)
         wide = rand(37, 56, seed=10, dtype=dtype)
         wide[:, :40] = case.residual
-        for tile in LARGE:
+        for tile in LARGE[dtype]:
             out = linear_large.product(case.x, case.weight, tile, residual=wide[:, :40])
             assert torch.equal(
                 out, linear_large.product(case.x, case.weight, tile, residual=case.residual)
@@ -158,12 +161,13 @@ def test_a_residual_of_a_wider_tensor_is_read_in_place() -> None:
 
 def test_a_row_of_the_large_product_is_that_of_the_small_one() -> None:
     """Values whose sums are exact, so that only the roundings after them can differ."""
-    x = rand(40, 64, seed=1).mul(4).round() / 4
-    weight = rand(48, 64, seed=2).mul(4).round() / 4
-    few = gpu.product(x, weight, Tile(16, 16, 32, 4, 2))
-    for tile in LARGE:
-        out = linear_large.product(x, weight, tile)
-        assert torch.equal(out, few), tile
+    for dtype in TYPES:
+        x = (rand(40, 64, seed=1).mul(4).round() / 4).to(dtype)
+        weight = (rand(48, 64, seed=2).mul(4).round() / 4).to(dtype)
+        few = gpu.product(x, weight, Tile(16, 16, 32, 4, 2))
+        for tile in LARGE[dtype]:
+            out = linear_large.product(x, weight, tile)
+            assert torch.equal(out, few), tile
 
 
 def test_rows_of_a_wider_tensor_are_read_in_place() -> None:

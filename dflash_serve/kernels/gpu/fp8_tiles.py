@@ -35,7 +35,7 @@ class Fp8Tile:
         walks: one program a processor walks over the tiles; else each tile has its own.
         group: row tiles that share the columns they read from L2; only where programs walk.
         exact: add each step of K to the sum in full float32; else a Hopper tensor core keeps about
-            14 bits of it between steps.
+            14 bits of it between steps. Within a step, products of 64 rows keep no more.
     """
 
     rows: int
