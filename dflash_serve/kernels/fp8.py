@@ -15,17 +15,20 @@ from torch import Tensor
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.backend import compiled
 from dflash_serve.kernels.gated_mlp import silu_mul
-from dflash_serve.kernels.norm import add_norm
+from dflash_serve.kernels.norm import add_norm, rms_norm
 
 __all__ = [
     "COPY_DEPTH",
     "FP8",
     "FP8_MAX",
+    "Fp8Rows",
     "Fp8Weight",
+    "add_norm_rows",
     "check_device",
     "gated_linear",
     "linear",
     "linear_add_norm",
+    "norm_rows",
     "quantize_rows",
     "quantize_weight",
     "weight_nbytes",
@@ -60,6 +63,30 @@ class Fp8Weight:
 
     def dequantized(self) -> Tensor:
         """[N, K] float32."""
+        return self.data.float() * self.scale[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Rows:
+    """Quantised rows of activations, for products with an `Fp8Weight`.
+
+    Attributes:
+        data: [T, K] float8_e4m3fn.
+        scale: [T] float32; row t is about data[t] · scale[t].
+        dtype: of the rows before, and of what a product with them gives.
+    """
+
+    data: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """(T, K)."""
+        return self.data.shape
+
+    def dequantized(self) -> Tensor:
+        """[T, K] float32."""
         return self.data.float() * self.scale[:, None]
 
 
@@ -110,9 +137,9 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [T, K] as float8_e4m3fn [T, K] and their scales [T] float32."""
     if compiled(x):
-        from dflash_serve.kernels.gpu import fp8
+        from dflash_serve.kernels.gpu import fp8_rows
 
-        return fp8.quantize_rows(x)
+        return fp8_rows.quantize_rows(x)
     return _quantize(x)
 
 
@@ -123,20 +150,40 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(FP8), most * (1.0 / FP8_MAX)
 
 
-def linear(x: Tensor, weight: Fp8Weight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T of quantised rows: [T, K] by [N, K] → [T, N], in x's type unless given."""
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """`rms_norm` of [T, H], then rounded to 8 bits."""
     if compiled(x):
+        from dflash_serve.kernels.gpu import norm
+
+        return norm.norm_rows(x, weight, eps)
+    return Fp8Rows(*_quantize(rms_norm(x, weight, eps)), x.dtype)
+
+
+def add_norm_rows(
+    delta: Tensor, stream: Tensor, weight: Tensor, eps: float, *, consume: bool = False
+) -> tuple[Tensor, Fp8Rows]:
+    """`add_norm`, with the norm rounded to 8 bits."""
+    if compiled(stream):
+        from dflash_serve.kernels.gpu import norm
+
+        return norm.add_norm_rows(delta, stream, weight, eps, consume=consume)
+    stream, normal = add_norm(delta, stream, weight, eps, consume=consume)
+    return stream, Fp8Rows(*_quantize(normal), normal.dtype)
+
+
+def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x @ weight.T of quantised rows: [T, K] by [N, K] → [T, N], in x's type unless given."""
+    if compiled(weight.data):
         from dflash_serve.kernels.gpu import fp8
 
         return fp8.linear(x, weight, out_dtype)
-    data, scale = quantize_rows(x)
-    out = F.linear(data.float() * scale[:, None], weight.dequantized())
-    return out.to(out_dtype or x.dtype)
+    rows = x if isinstance(x, Fp8Rows) else Fp8Rows(*quantize_rows(x), x.dtype)
+    return F.linear(rows.dequantized(), weight.dequantized()).to(out_dtype or x.dtype)
 
 
-def gated_linear(x: Tensor, gate_up: Fp8Weight) -> Tensor:
+def gated_linear(x: Tensor | Fp8Rows, gate_up: Fp8Weight) -> Tensor:
     """`kernels.linear.gated_linear` of quantised rows: [T, K] by [2·I, K] → [T, I]."""
-    if compiled(x):
+    if compiled(gate_up.data):
         from dflash_serve.kernels.gpu import fp8
 
         return fp8.gated_linear(x, gate_up)
@@ -150,11 +197,19 @@ def linear_add_norm(
     norm: Tensor,
     eps: float,
     *,
+    quantized: bool = False,
     consume: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`kernels.linear.linear_add_norm` of quantised rows."""
+) -> tuple[Tensor, Tensor | Fp8Rows]:
+    """`kernels.linear.linear_add_norm` of quantised rows.
+
+    Args:
+        quantized: round the norm to 8 bits, for products that would do so.
+    """
     if compiled(x):
         from dflash_serve.kernels.gpu import fp8
 
-        return fp8.linear_add_norm(x, weight, residual, norm, eps, consume=consume)
+        options = {"quantized": quantized, "consume": consume}
+        return fp8.linear_add_norm(x, weight, residual, norm, eps, **options)
+    if quantized:
+        return add_norm_rows(linear(x, weight), residual, norm, eps, consume=consume)
     return add_norm(linear(x, weight), residual, norm, eps, consume=consume)

@@ -13,18 +13,20 @@ from torch import Tensor
 
 from dflash_serve.kernels import fp8
 from dflash_serve.kernels.backend import compiled
-from dflash_serve.kernels.fp8 import Fp8Weight
+from dflash_serve.kernels.fp8 import Fp8Rows, Fp8Weight
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu.linear_policy import set_row_invariant
 from dflash_serve.kernels.norm import add_norm, rms_norm
 
 __all__ = [
     "FEW_ROWS",
+    "Rows",
     "Weight",
     "gated_linear",
     "linear",
     "linear_add",
     "linear_add_norm",
+    "norm_for",
     "norm_gated",
     "norm_linear",
     "set_row_invariant",
@@ -33,11 +35,14 @@ __all__ = [
 Weight = Tensor | Fp8Weight
 """[N, K], of the activations' type or quantised."""
 
+Rows = Tensor | Fp8Rows
+"""[T, K] rows, quantised where the weight that they are for is."""
+
 FEW_ROWS = 32
 """Up to this many rows a float32 CPU product is bound by reading the weight."""
 
 
-def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Rows, weight: Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T: [T, K] by [N, K] → [T, N], in x's type unless `out_dtype` is given.
 
     On CPU with few rows in float32 the product is taken as weight @ x.T with at least two
@@ -46,6 +51,7 @@ def linear(x: Tensor, weight: Weight, out_dtype: torch.dtype | None = None) -> T
     """
     if isinstance(weight, Fp8Weight):
         return fp8.linear(x, weight, out_dtype)
+    assert isinstance(x, Tensor)
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -78,18 +84,37 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, consume: bool = F
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """rms_norm(x) @ weight.T: [T, K] with norm weight [K] and [N, K] → [T, N]."""
-    return linear(rms_norm(x, norm, eps), weight)
+    return linear(norm_for(weight, x, norm, eps), weight)
+
+
+def norm_for(weight: Weight, x: Tensor, norm: Tensor, eps: float) -> Rows:
+    """rms_norm(x) as the product with `weight` takes it: [T, H], quantised where the weight is."""
+    if isinstance(weight, Fp8Weight):
+        return fp8.norm_rows(x, norm, eps)
+    return rms_norm(x, norm, eps)
 
 
 def linear_add_norm(
-    x: Tensor, weight: Weight, residual: Tensor, norm: Tensor, eps: float, *, consume: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    *,
+    reader: Weight | None = None,
+    consume: bool = False,
+) -> tuple[Tensor, Rows]:
     """s = residual + x @ weight.T and rms_norm(s): [T, K], [N, K], [T, N] and [N] → two [T, N].
 
-    With `consume` s may take the memory of `residual`, whose contents are then gone.
+    Args:
+        reader: the weight that alone multiplies the norm; where both are quantised, so is that.
+        consume: s may take the memory of `residual`, whose contents are then gone.
     """
     if isinstance(weight, Fp8Weight):
-        return fp8.linear_add_norm(x, weight, residual, norm, eps, consume=consume)
+        quantized = isinstance(reader, Fp8Weight)
+        return fp8.linear_add_norm(
+            x, weight, residual, norm, eps, quantized=quantized, consume=consume
+        )
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -97,7 +122,7 @@ def linear_add_norm(
     return add_norm(linear(x, weight), residual, norm, eps, consume=consume)
 
 
-def gated_linear(x: Tensor, gate_up: Weight) -> Tensor:
+def gated_linear(x: Rows, gate_up: Weight) -> Tensor:
     """silu(g) * u for the columns g, u, g, u, … of x @ gate_up.T: [T, K] → [T, I].
 
     Args:
@@ -106,6 +131,7 @@ def gated_linear(x: Tensor, gate_up: Weight) -> Tensor:
     """
     if isinstance(gate_up, Fp8Weight):
         return fp8.gated_linear(x, gate_up)
+    assert isinstance(x, Tensor)
     if compiled(x):
         from dflash_serve.kernels.gpu import linear as gpu
 
@@ -115,4 +141,4 @@ def gated_linear(x: Tensor, gate_up: Weight) -> Tensor:
 
 def norm_gated(x: Tensor, norm: Tensor, eps: float, gate_up: Weight) -> Tensor:
     """`gated_linear` of rms_norm(x), with the norm's weight [K]."""
-    return gated_linear(rms_norm(x, norm, eps), gate_up)
+    return gated_linear(norm_for(gate_up, x, norm, eps), gate_up)

@@ -15,8 +15,15 @@ from dflash_serve.cache.paged import PagedKV
 from dflash_serve.kernels.attention import AttentionView, attend
 from dflash_serve.kernels.block import BlockRows
 from dflash_serve.kernels.embedding import embed_rows
-from dflash_serve.kernels.linear import Weight, gated_linear, linear, linear_add_norm
-from dflash_serve.kernels.norm import add_norm, rms_norm
+from dflash_serve.kernels.linear import (
+    Rows,
+    Weight,
+    gated_linear,
+    linear,
+    linear_add_norm,
+    norm_for,
+)
+from dflash_serve.kernels.norm import add_norm
 from dflash_serve.kernels.qkv import rope_and_store
 from dflash_serve.model_config import TransformerConfig
 from dflash_serve.models.weights import WeightPlan
@@ -88,7 +95,7 @@ class Attention:
 
     def __call__(
         self,
-        normal: Tensor,
+        normal: Rows,
         batch: RowBatch,
         rope: Tensor,
         pages: tuple[Tensor, Tensor],
@@ -124,7 +131,7 @@ class GatedMLP:
         )
         self.down: Weight = plan.rows(f"{prefix}.down_proj.weight", hidden, wide, mine)
 
-    def __call__(self, normal: Tensor) -> Tensor:
+    def __call__(self, normal: Rows) -> Tensor:
         """[T, H] normalised rows → [T, I] for `down`."""
         return gated_linear(normal, self.gate_up)
 
@@ -150,34 +157,46 @@ class DecoderLayer:
     def __call__(
         self,
         stream: Tensor,
-        normal: Tensor,
+        normal: Rows,
         next_norm: Tensor,
+        reader: Weight | None,
         batch: RowBatch,
         rope: Tensor,
         pages: tuple[Tensor, Tensor],
         view: AttentionView,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Rows]:
         """One layer: stream + attention(norm(stream)), and that plus its mlp(norm(·)).
 
         Args:
             stream: [T, H] residual stream; kept, since the model may have tapped it.
             normal: [T, H] with this layer's input norm.
             next_norm: [H] weight of the norm that follows this layer.
+            reader: the weight that multiplies that norm; None where something else reads it.
 
         Returns:
             The stream after this layer and its norm with `next_norm`, both [T, H].
         """
         heads = self.attention(normal, batch, rope, pages, view)
-        stream, normal = self._add(stream, heads, self.attention.o, self.post_norm)
+        o, gate_up = self.attention.o, self.mlp.gate_up
+        stream, normal = self._add(stream, heads, o, self.post_norm, gate_up)
         wide = self.mlp(normal)
-        return self._add(stream, wide, self.mlp.down, next_norm, consume=True)
+        return self._add(stream, wide, self.mlp.down, next_norm, reader, consume=True)
 
     def _add(
-        self, stream: Tensor, x: Tensor, weight: Weight, norm: Tensor, *, consume: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        stream: Tensor,
+        x: Tensor,
+        weight: Weight,
+        norm: Tensor,
+        reader: Weight | None,
+        *,
+        consume: bool = False,
+    ) -> tuple[Tensor, Rows]:
         """stream + x @ weight.T summed over the ranks, and its norm: two [T, H]."""
         if self.group.size == 1:
-            return linear_add_norm(x, weight, stream, norm, self.eps, consume=consume)
+            return linear_add_norm(
+                x, weight, stream, norm, self.eps, reader=reader, consume=consume
+            )
         delta = self.group.all_reduce(linear(x, weight))
         return add_norm(delta, stream, norm, self.eps, consume=consume)
 
@@ -205,12 +224,15 @@ def run_layers(
     """
     view = batch.view(kv.page_size, causal=causal)
     norms = [layer.input_norm for layer in layers] + [final_norm]
-    normal = rms_norm(stream, norms[0], layers[0].eps)
+    readers = [layer.attention.qkv for layer in layers] + [None]
+    normal = norm_for(layers[0].attention.qkv, stream, norms[0], layers[0].eps)
     tapped = []
     for index, (layer, pages) in enumerate(zip(layers, kv.layers, strict=True)):
-        stream, normal = layer(stream, normal, norms[index + 1], batch, rope, pages, view)
+        following = norms[index + 1], readers[index + 1]
+        stream, normal = layer(stream, normal, *following, batch, rope, pages, view)
         if index in taps:
             tapped.append(stream)
+    assert isinstance(normal, Tensor)
     return normal, tapped
 
 

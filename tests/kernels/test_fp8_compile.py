@@ -21,7 +21,7 @@ import torch
 
 from dflash_serve.bench.fp8_jobs import SHAPES, Shape
 from dflash_serve.kernels.fp8 import FP8, Fp8Weight
-from dflash_serve.kernels.gpu import fp8, fp8_head
+from dflash_serve.kernels.gpu import fp8, fp8_head, fp8_rows
 from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile, head_tile
 from dflash_serve.kernels.gpu.tiles import SHARED_BYTES
 from dflash_serve.kernels.rows import RowSampling
@@ -137,7 +137,7 @@ def compile_all() -> dict[str, dict[str, int]]:
         found[name] = compile_one(call, "_scaled_keys")
     for width in WIDTHS:
         x = torch.empty(16, width, dtype=torch.bfloat16)
-        found[f"quantize {width}"] = compile_one(functools.partial(fp8.quantize_rows, x))
+        found[f"quantize {width}"] = compile_one(functools.partial(fp8_rows.quantize_rows, x))
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_serve.engine import drafters
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.fp8 import Fp8Weight, quantize_weight
-from dflash_serve.kernels.gpu import fp8, fp8_head
+from dflash_serve.kernels.gpu import fp8, fp8_head, fp8_rows
 from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile
 from dflash_serve.kernels.pick import EMPTY, best_keys, head_keys
 from dflash_serve.kernels.rows import RowSampling
@@ -70,7 +70,7 @@ def test_keys_are_those_of_the_product_and_the_pick(
     x, weight = rand(10, 96, seed=1, dtype=dtype), head(300, 96)
     rows = sampling(5, 2, 0.8)
     with through_triton():
-        data, scale = fp8.quantize_rows(x)
+        data, scale = fp8_rows.quantize_rows(x)
         logits = fp8.product(data, scale, weight, tile, dtype)
         for some in (None, rows):
             for factor in (1.0, torch.full((1,), 0.7, device=DEVICE)):

@@ -70,7 +70,7 @@ def test_later_layers_leave_a_tapped_stream_as_it_was(
         norms = [layer.input_norm for layer in layers[1:]] + [pair.target.norm]
         kept: list[tuple[Tensor, Tensor]] = []
         for layer, norm, pages in zip(layers, norms, pair.target_kv.layers, strict=True):
-            stream, normal = layer(stream, normal, norm, batch, pair.target.rope, pages, view)
+            stream, normal = layer(stream, normal, norm, None, batch, pair.target.rope, pages, view)
             kept.append((stream, stream.clone()))
         _, taps = pair.target(ids, batch, pair.target_kv)
     assert taps is not None

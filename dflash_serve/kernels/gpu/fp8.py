@@ -1,4 +1,4 @@
-"""Triton kernels of the 8-bit products: rows quantised, and their products with a weight.
+"""Triton kernels of the 8-bit products of quantised rows with a weight.
 
 Loads go through the copy engine; sums are float32, and both scales come in once a tile is summed.
 Gate and up rows of a weight alternate, so that a product of both has a gate and its up side by
@@ -17,10 +17,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.errors import ConfigError
-from dflash_serve.kernels.fp8 import COPY_DEPTH, FP8, FP8_MAX, LEAST, Fp8Weight
+from dflash_serve.kernels.fp8 import COPY_DEPTH, Fp8Rows, Fp8Weight
+from dflash_serve.kernels.gpu.fp8_rows import quantize_rows
 from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile
 from dflash_serve.kernels.gpu.launch import chained, follow
-from dflash_serve.kernels.norm import add_norm
+from dflash_serve.kernels.gpu.norm import add_norm, add_norm_rows
 
 __all__ = [
     "check_depth",
@@ -30,49 +31,10 @@ __all__ = [
     "part_sums",
     "processors",
     "product",
-    "quantize_rows",
 ]
 
-_MOST = tl.constexpr(FP8_MAX)
-_LEAST = tl.constexpr(LEAST)
-_ELEMENTS_PER_WARP = 512
-_MAX_WARPS = 16
 _STORED_COLUMNS = tl.constexpr(128)
 """Of a tile, stored at a time where programs walk over the tiles."""
-
-
-@triton.jit
-def _rounded(value):  # type: ignore[no-untyped-def]
-    """The nearest numbers that the 8-bit type has, in float32; ties go to the even one."""
-    exponent = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # A number of this size has no room for anything below a step.
-    shift = tl.maximum(exponent * 0.125, 0.001953125) * 12582912.0
-    return (value + shift) - shift
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _quantize_rows(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    scale,
-    x_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUND: tl.constexpr,  # before the cast: the interpreter's rounds wrongly up to a power of two
-    PDL: tl.constexpr,
-):
-    """One row."""
-    follow(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(value), 0), _LEAST)
-    scaled = value * tl.div_rn(_MOST, most)
-    if ROUND:
-        scaled = _rounded(scaled)
-    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=inside)
-    tl.store(scale + row, most * (1.0 / _MOST))
 
 
 @triton.jit
@@ -214,41 +176,22 @@ def _walk(  # type: ignore[no-untyped-def]
         _put(acc, of_row, w_scale, out, row0, column0, columns, GATED)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.fp8.quantize_rows`; one program a row, whose bits depend on it alone."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    rows, width = x.shape
-    out = torch.empty((rows, width), dtype=FP8, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        block = max(int(triton.next_power_of_2(width)), 32)
-        _quantize_rows[(rows,)](
-            x,
-            out,
-            scale,
-            x.stride(0) if rows > 1 else width,
-            WIDTH=width,
-            BLOCK=block,
-            ROUND=not x.is_cuda,
-            num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MAX_WARPS),
-            **chained(x),
-        )
-    return out, scale
-
-
-def linear(x: Tensor, weight: Fp8Weight, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.fp8.linear`."""
     (rows, depth), columns = x.shape, weight.shape[0]
     tile = fp8_tile(columns, depth, rows)
-    return product(*quantize_rows(x), weight, tile, out_dtype or x.dtype)
+    return product(*_quantized(x), weight, tile, out_dtype or x.dtype)
 
 
-def gated_linear(x: Tensor, gate_up: Fp8Weight) -> Tensor:
+def gated_linear(x: Tensor | Fp8Rows, gate_up: Fp8Weight) -> Tensor:
     """See `kernels.fp8.gated_linear`."""
     (rows, depth), columns = x.shape, gate_up.shape[0]
     tile = fp8_tile(columns, depth, rows, gated=True)
-    return product(*quantize_rows(x), gate_up, tile, x.dtype, gated=True)
+    return product(*_quantized(x), gate_up, tile, x.dtype, gated=True)
+
+
+def _quantized(x: Tensor | Fp8Rows) -> tuple[Tensor, Tensor]:
+    return (x.data, x.scale) if isinstance(x, Fp8Rows) else quantize_rows(x)
 
 
 def linear_add_norm(
@@ -258,8 +201,9 @@ def linear_add_norm(
     norm: Tensor,
     eps: float,
     *,
+    quantized: bool = False,
     consume: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | Fp8Rows]:
     """See `kernels.fp8.linear_add_norm`; parts of K are added up by the norm's kernel."""
     (rows, depth), columns = x.shape, weight.shape[0]
     tile = fp8_tile(columns, depth, rows, summed=True)
@@ -268,6 +212,8 @@ def linear_add_norm(
         delta = part_sums(data, scale, weight, tile)
     else:
         delta = product(data, scale, weight, tile, x.dtype)
+    if quantized:
+        return add_norm_rows(delta, residual, norm, eps, consume=consume)
     return add_norm(delta, residual, norm, eps, consume=consume)
 
 

@@ -14,7 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dflash_serve.errors import ConfigError
 from dflash_serve.kernels.fp8 import Fp8Weight
-from dflash_serve.kernels.gpu.fp8 import check_depth, processors, quantize_rows
+from dflash_serve.kernels.gpu.fp8 import check_depth, processors
+from dflash_serve.kernels.gpu.fp8_rows import quantize_rows
 from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, head_tile
 from dflash_serve.kernels.gpu.head_pick import largest, pick_keys
 from dflash_serve.kernels.gpu.launch import chained, follow

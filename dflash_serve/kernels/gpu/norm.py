@@ -1,4 +1,7 @@
-"""RMSNorm, alone and behind the residual add: one program a row, its block given by the width."""
+"""RMSNorm, alone and behind the residual add: one program a row, its block given by the width.
+
+A norm whose only reader multiplies in 8 bits rounds its rows to them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.kernels.fp8 import Fp8Rows
+from dflash_serve.kernels.gpu.fp8_rows import empty_rows, quantized
 from dflash_serve.kernels.gpu.launch import chained, follow
 
-__all__ = ["add_norm", "check_weight_type", "rms_norm"]
+__all__ = ["add_norm", "add_norm_rows", "check_weight_type", "norm_rows", "rms_norm"]
 
 _ELEMENTS_PER_WARP = 512
 _MAX_WARPS = 16
@@ -35,25 +40,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ConfigError: a weight of another type, or a width above 65,536.
     """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, weight, eps, out, None)
+    return out
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """See `kernels.fp8.norm_rows`; one launch, with the bits of `rms_norm` before it rounds."""
+    data, scale = empty_rows(x.shape, x.device)
+    _norm(x, weight, eps, data, scale)
+    return Fp8Rows(data, scale, x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
+    """Fill `out`, and `scales` where the rows are wanted in 8 bits."""
     check_weight_type("the norm weight", weight, x)
     width = x.shape[-1]
     block, warps = _block(width)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     outer, inner, outer_stride, inner_stride, rows = _as_rows(x)
     _rms_norm[(outer * inner,)](
         rows,
         weight,
         out,
+        out if scales is None else scales,
         eps,
         inner,
         outer_stride,
         inner_stride,
         WIDTH=width,
         BLOCK=block,
+        FP8=scales is not None,
+        ROUND=not x.is_cuda,
         num_warps=warps,
         **chained(x),
     )
-    return out
 
 
 def add_norm(
@@ -68,12 +88,35 @@ def add_norm(
     Raises:
         ConfigError: a weight of another type, or a width above 65,536.
     """
+    out = torch.empty_like(stream, memory_format=torch.contiguous_format)
+    return _add(delta, stream, weight, eps, out, None, consume=consume), out
+
+
+def add_norm_rows(
+    delta: Tensor, stream: Tensor, weight: Tensor, eps: float, *, consume: bool = False
+) -> tuple[Tensor, Fp8Rows]:
+    """See `kernels.fp8.add_norm_rows`; one launch, with the bits of `add_norm` before it rounds."""
+    data, scale = empty_rows(stream.shape, stream.device)
+    total = _add(delta, stream, weight, eps, data, scale, consume=consume)
+    return total, Fp8Rows(data, scale, stream.dtype)
+
+
+def _add(
+    delta: Tensor,
+    stream: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    scales: Tensor | None,
+    *,
+    consume: bool,
+) -> Tensor:
+    """The new stream; fills `out`, and `scales` where the rows are wanted in 8 bits."""
     check_weight_type("the norm weight", weight, stream)
     rows, width = stream.shape
     block, warps = _block(width)
     delta, stream = delta.contiguous(), stream.contiguous()
     total = stream if consume else torch.empty_like(stream)
-    out = torch.empty_like(stream)
     if rows:
         _add_norm[(rows,)](
             delta,
@@ -81,15 +124,18 @@ def add_norm(
             weight,
             total,
             out,
+            out if scales is None else scales,
             rows,
             eps,
             WIDTH=width,
             BLOCK=block,
             PARTS=delta.shape[0] if delta.dim() == 3 else 1,
+            FP8=scales is not None,
+            ROUND=not stream.is_cuda,
             num_warps=warps,
             **chained(stream),
         )
-    return total, out
+    return total
 
 
 def _block(width: int) -> tuple[int, int]:
@@ -137,12 +183,15 @@ def _rms_norm(
     x: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     eps: tl.tensor,
     inner: tl.tensor,
     outer_stride: tl.tensor,
     inner_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     follow(PDL)
@@ -154,7 +203,7 @@ def _rms_norm(
     raw = tl.load(source + column, mask=inside, other=0.0)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     result = _normal(raw, scale, eps, WIDTH)
-    tl.store(out + row.to(tl.int64) * WIDTH + column, result, mask=inside)
+    _put(out, scales, row.to(tl.int64), column, result, WIDTH, FP8, ROUND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -167,6 +216,27 @@ def _normal(raw: tl.tensor, scale: tl.tensor, eps: tl.tensor, WIDTH: tl.constexp
     return (normal * scale).to(raw.dtype)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _put(
+    out: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    result: tl.tensor,
+    WIDTH: tl.constexpr,
+    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
+) -> None:
+    """Store one row, in 8 bits with its scale if FP8."""
+    inside = column < WIDTH
+    if FP8:
+        scaled, of_row = quantized(result.to(tl.float32), ROUND)
+        tl.store(scales + row, of_row)
+        tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + row * WIDTH + column, result, mask=inside)
+
+
 # A row count that is 1 or a multiple of 16 gets no kernel of its own.
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _add_norm(
@@ -175,11 +245,14 @@ def _add_norm(
     weight: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     column = tl.arange(0, BLOCK)
@@ -195,4 +268,4 @@ def _add_norm(
     kind: tl.constexpr = base.dtype
     raw = (base.to(tl.float32) + added.to(kind).to(tl.float32)).to(kind)
     tl.store(total + row * WIDTH + column, raw, mask=inside)
-    tl.store(out + row * WIDTH + column, _normal(raw, scale, eps, WIDTH), mask=inside)
+    _put(out, scales, row, column, _normal(raw, scale, eps, WIDTH), WIDTH, FP8, ROUND)
