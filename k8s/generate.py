@@ -45,14 +45,15 @@ def read(name: str) -> tuple[str, ServeSettings]:
 
 def sizes(settings: ServeSettings) -> dict[str, int]:
     """Numbers of the template that follow from a deployment's settings."""
-    gpus = settings.engine.tensor_parallel_size
-    replica = sum(bundle["CPU"] for bundle in placement_bundles(settings, gpu=True))
+    (model,) = settings.hosted
+    gpus = model.engine.tensor_parallel_size
+    replica = sum(bundle["CPU"] for bundle in placement_bundles(model, gpu=True))
     ingress = settings.ingress_cpus * settings.ingress_replicas
     drain = math.ceil(settings.graceful_shutdown_timeout_s)
     return {
-        "REPLICAS": settings.replicas,
+        "REPLICAS": model.replicas,
         "GPUS": gpus,
-        "CPUS": math.ceil(replica + ingress / settings.replicas) + SPARE_CPUS,
+        "CPUS": math.ceil(replica + ingress / model.replicas) + SPARE_CPUS,
         "MEMORY_GI": MEMORY_GI_PER_GPU * gpus,
         "SHM_GI": SHM_GI_PER_GPU * gpus,
         "DRAIN_S": drain,

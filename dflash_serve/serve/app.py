@@ -13,21 +13,31 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from dflash_serve.config import EngineConfig
-from dflash_serve.serve.ingress import Ingress
+from dflash_serve.serve.balance import AutoscalingSettings
+from dflash_serve.serve.ingress import Ingress, IngressArguments
+from dflash_serve.serve.journal import ResumeLimits
 from dflash_serve.serve.replica import Replica
 from dflash_serve.serve.routing import EngineRouter
 from dflash_serve.serve.scaling import EngineLoadPolicy
-from dflash_serve.serve.settings import AutoscalingSettings, ServeSettings, placement_bundles
+from dflash_serve.serve.settings import (
+    REPLICA,
+    ModelSettings,
+    ServeSettings,
+    placement_bundles,
+    replica_names,
+)
 
-__all__ = ["assemble", "build_app"]
+__all__ = ["assemble", "assemble_model", "build_app", "build_model"]
 
 _CONTROL_SLOTS = 8
 """Calls a replica takes beyond its request limit, so that health and status always get in."""
 _INGRESS_SLOTS = 4096
+_WHOLE_SURGE = 100
+"""Percent: a new ingress is there before the old one stops taking connections."""
 
 
 def build_app(args: ServeSettings) -> Application:
-    """Build the application from a deployment file's `args`.
+    """Build an ingress and its models from a deployment file's `args`.
 
     Raises:
         pydantic.ValidationError: unknown or wrong settings; the text names the nearest key.
@@ -36,13 +46,47 @@ def build_app(args: ServeSettings) -> Application:
     return assemble(args if isinstance(args, ServeSettings) else ServeSettings(**args))
 
 
+def build_model(args: ModelSettings) -> Application:
+    """Build one model's replicas, for an ingress in another application (`ModelReference`).
+
+    Raises:
+        pydantic.ValidationError: as `build_app`.
+    """
+    return assemble_model(args if isinstance(args, ModelSettings) else ModelSettings(**args))
+
+
 def assemble(settings: ServeSettings, replica: type[Any] = Replica) -> Application:
     """Bind ingress and replica deployments; `replica` is a class like `Replica`."""
-    settings = settings.model_copy(update={"engine": resolve_device(settings.engine)})
-    engine = serve.deployment(replica).options(**_replica_options(settings)).bind(settings)
+    names = replica_names(settings)
+    handles = {m.model: _bind_replica(m, names[m.model], replica) for m in settings.hosted}
     ingress = serve.deployment(serve.ingress()(Ingress)).options(**_ingress_options(settings))
-    application: Application = ingress.bind(settings, engine)
+    application: Application = ingress.bind(_ingress_arguments(settings), handles)
     return application
+
+
+def assemble_model(settings: ModelSettings, replica: type[Any] = Replica) -> Application:
+    """Bind a replica deployment alone."""
+    return _bind_replica(settings, REPLICA, replica)
+
+
+def _bind_replica(settings: ModelSettings, name: str, replica: type[Any]) -> Application:
+    settings = settings.model_copy(update={"engine": resolve_device(settings.engine)})
+    deployment = serve.deployment(replica).options(name=name, **_replica_options(settings))
+    application: Application = deployment.bind(settings)
+    return application
+
+
+def _ingress_arguments(settings: ServeSettings) -> IngressArguments:
+    return IngressArguments(
+        models=tuple(entry.model for entry in settings.models),
+        applications={entry.model: entry.application for entry in settings.referenced},
+        sleepers=tuple(entry.model for entry in settings.models if entry.may_sleep),
+        limits=ResumeLimits(
+            attempts=settings.resume_attempts,
+            wait_s=settings.queue_timeout_s,
+            total_s=settings.request_timeout_s,
+        ),
+    )
 
 
 def resolve_device(engine: EngineConfig) -> EngineConfig:
@@ -53,10 +97,9 @@ def resolve_device(engine: EngineConfig) -> EngineConfig:
     return dataclasses.replace(engine, device="cuda" if gpus else "cpu")
 
 
-def _replica_options(settings: ServeSettings) -> dict[str, Any]:
+def _replica_options(settings: ModelSettings) -> dict[str, Any]:
     gpu = settings.engine.device == "cuda"
     return {
-        "name": "Replica",
         **_replica_count(settings),
         "max_ongoing_requests": settings.max_ongoing_requests + _CONTROL_SLOTS,
         "max_queued_requests": settings.max_queued_requests,
@@ -73,7 +116,7 @@ def _replica_options(settings: ServeSettings) -> dict[str, Any]:
     }
 
 
-def _replica_count(settings: ServeSettings) -> dict[str, Any]:
+def _replica_count(settings: ModelSettings) -> dict[str, Any]:
     scaling = settings.autoscaling
     if scaling is None:
         return {"num_replicas": settings.replicas}
@@ -103,12 +146,13 @@ def _ingress_options(settings: ServeSettings) -> dict[str, Any]:
         "name": "Ingress",
         "num_replicas": settings.ingress_replicas,
         "max_ongoing_requests": _INGRESS_SLOTS,
+        "max_surge_percent": _WHOLE_SURGE,
         "ray_actor_options": {"num_cpus": settings.ingress_cpus},
         **_common_options(settings),
     }
 
 
-def _common_options(settings: ServeSettings) -> dict[str, Any]:
+def _common_options(settings: ModelSettings | ServeSettings) -> dict[str, Any]:
     return {
         "health_check_period_s": settings.health_check_period_s,
         "health_check_timeout_s": settings.health_check_timeout_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from typing import Any
 
@@ -30,9 +31,9 @@ from dflash_serve.serve.journal import ResumeLimits
 from dflash_serve.serve.resume import Resumer
 from dflash_serve.serve.room import ROOM, Room
 from dflash_serve.serve.senders import own_actor_name
-from dflash_serve.serve.settings import ServeSettings
+from dflash_serve.serve.settings import REPLICA
 
-__all__ = ["HandleBackend", "Ingress", "translate_error"]
+__all__ = ["HandleBackend", "Ingress", "IngressArguments", "translate_error"]
 
 _CONTROL_TIMEOUT_S = 3.0
 """How long a replica may take to answer a status or health call."""
@@ -100,8 +101,13 @@ class HandleBackend:
 
     async def status(self) -> list[ReplicaStatus]:
         """One entry per replica that answers in time."""
-        answers = [await self._ask_all(name, "status") for name in self._handles]
-        return [wire.decode_status(a) for model in answers for a in model if isinstance(a, bytes)]
+        answers = await self._ask_everyone("status")
+        return [
+            wire.decode_status(answer)
+            for of_model in answers.values()
+            for answer in of_model
+            if isinstance(answer, bytes)
+        ]
 
     def may_sleep(self, model: str) -> bool:
         """Whether the model is scaled to zero while nobody asks for it."""
@@ -113,8 +119,7 @@ class HandleBackend:
         Raises:
             EngineDeadError, EngineStalledError: the first replica's error of a model without one.
         """
-        for name in self._handles:
-            answers = await self._ask_all(name, "check_health")
+        for name, answers in (await self._ask_everyone("check_health")).items():
             failures = [a for a in answers if isinstance(a, BaseException)]
             if len(failures) == len(answers):
                 if name in self._sleepers and all(isinstance(f, _AbsentError) for f in failures):
@@ -156,6 +161,11 @@ class HandleBackend:
             if replica is not None:
                 self._room.none_at(replica)
             raise
+
+    async def _ask_everyone(self, method: str) -> dict[str, list[Any]]:
+        """`_ask_all` of every model at once: one that does not answer costs the others no time."""
+        answers = await asyncio.gather(*(self._ask_all(name, method) for name in self._handles))
+        return dict(zip(self._handles, answers, strict=True))
 
     async def _ask_all(self, model: str, method: str) -> list[Any]:
         """Every replica's answer to a call without arguments; errors are among the answers."""
@@ -209,23 +219,45 @@ async def _cancel(stream: DeploymentResponseGenerator[Any]) -> None:
                 pass
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class IngressArguments:
+    """What an ingress is told of the settings, and no more.
+
+    Attributes:
+        models: names served, in the order shown.
+        applications: by model, the application of those whose replicas are not in this one.
+        sleepers: models that may have no replica while nobody asks for them.
+        limits: how long a request is held on to.
+    """
+
+    models: tuple[str, ...]
+    applications: Mapping[str, str]
+    sleepers: tuple[str, ...]
+    limits: ResumeLimits
+
+
 class Ingress:
     """Serves the HTTP application; `serve.ingress` wraps it in the builder.
 
     Args:
-        settings: the deployment's settings.
-        handle: the replica deployment.
+        arguments: what is served, and the limits.
+        handles: by model, the replica deployments of this application.
     """
 
-    def __init__(self, settings: ServeSettings, handle: DeploymentHandle) -> None:
+    def __init__(
+        self, arguments: IngressArguments, handles: Mapping[str, DeploymentHandle]
+    ) -> None:
+        # A handle by name needs no deployment yet: applications may start in any order, and
+        # one that is deployed again keeps its name.
+        elsewhere = {
+            model: DeploymentHandle(REPLICA, application)
+            for model, application in arguments.applications.items()
+        }
+        found = {**handles, **elsewhere}
         self._backend = HandleBackend(
-            {settings.model: handle},
-            ResumeLimits(
-                attempts=settings.resume_attempts,
-                wait_s=settings.queue_timeout_s,
-                total_s=settings.request_timeout_s,
-            ),
-            sleepers=[settings.model] if settings.may_sleep else [],
+            {model: found[model] for model in arguments.models},
+            arguments.limits,
+            sleepers=arguments.sleepers,
             sender=own_actor_name(),
         )
 

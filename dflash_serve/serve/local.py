@@ -22,13 +22,13 @@ import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_serve.errors import ConfigError, DFlashError, EngineDeadError
 from dflash_serve.serve.processes import await_exit, descendants, kill
-from dflash_serve.serve.settings import ServeSettings, placement_bundles
+from dflash_serve.serve.settings import ModelSettings, ServeSettings, placement_bundles
 
 __all__ = ["main", "serve_locally"]
 
@@ -43,11 +43,22 @@ _STOP_TIMEOUT_S = 15.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to start: the file's settings after the command line's changes."""
+    """What to start: the file's settings after the command line's changes.
+
+    Attributes:
+        settings: of the application with the ingress.
+        applications: of the models that are applications of their own, by application name.
+    """
 
     settings: ServeSettings
+    applications: dict[str, ModelSettings]
     http: dict[str, Any]
     controller: dict[str, Any] | None
+
+    @property
+    def models(self) -> list[ModelSettings]:
+        """Every model there will be replicas of."""
+        return [*self.settings.hosted, *self.applications.values()]
 
 
 def serve_locally(config: Path, *, tp: int | None, port: int | None) -> None:
@@ -67,10 +78,11 @@ def serve_locally(config: Path, *, tp: int | None, port: int | None) -> None:
         os.chdir(_ROOT)  # the demo file's relative paths start there
     _set_environment()
     plan = _plan(config, tp, port)
-    _prepare_target(plan.settings, config)
+    for model in plan.models:
+        _prepare_target(model, config)
     started = time.monotonic()
     try:
-        _start_ray(plan.settings)
+        _start_ray(plan)
         _deploy(plan)
         _wait_until_running(started)
         _introduce(plan, time.monotonic() - started)
@@ -98,15 +110,31 @@ def _plan(config: Path, tp: int | None, port: int | None) -> _Plan:
         )
     (settings,) = report.applications.values()
     if tp is not None:
-        engine = dataclasses.replace(settings.engine, tensor_parallel_size=tp)
-        settings = settings.model_copy(update={"engine": engine})
+        settings = _with_tp(settings, tp)
     raw = load_config(config)
     http = dict(raw.get("http_options") or {})
     wanted = port or int(http.get("port", 8000))
     http["port"] = free_port(http.setdefault("host", "127.0.0.1"), wanted)
     if http["port"] != wanted:
         _say(f"port {wanted} is taken; using {http['port']}")
-    return _Plan(settings, http, raw.get("controller_options"))
+    return _Plan(settings, report.models, http, raw.get("controller_options"))
+
+
+def _with_tp(settings: ServeSettings, tp: int) -> ServeSettings:
+    """The settings with another tensor-parallel size of their one model.
+
+    Raises:
+        ConfigError: there are several models, or the engine refuses the size.
+    """
+    if len(settings.models) != 1 or not settings.hosted:
+        names = ", ".join(entry.model for entry in settings.models)
+        raise ConfigError(
+            f"--tp {tp} for {names}; allowed: one model in one application. Set "
+            "tensor_parallel_size in the file instead"
+        )
+    (model,) = settings.hosted
+    engine = dataclasses.replace(model.engine, tensor_parallel_size=tp)
+    return settings.model_copy(update={"models": (model.model_copy(update={"engine": engine}),)})
 
 
 def free_port(host: str, wanted: int) -> int:
@@ -128,7 +156,7 @@ def free_port(host: str, wanted: int) -> int:
     )
 
 
-def _prepare_target(settings: ServeSettings, config: Path) -> None:
+def _prepare_target(settings: ModelSettings, config: Path) -> None:
     """Make the demo target on the first run; every other target must be there."""
     target = Path(settings.engine.target)
     if (target / "config.json").is_file():
@@ -159,12 +187,12 @@ def _set_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
-def _start_ray(settings: ServeSettings) -> None:
+def _start_ray(plan: _Plan) -> None:
     import ray
 
     _say("starting Ray")
     ray.init(
-        num_cpus=_logical_cpus(settings),
+        num_cpus=_logical_cpus(plan),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=False,
@@ -173,11 +201,14 @@ def _start_ray(settings: ServeSettings) -> None:
     _raise_on_signals()  # ray.init has put handlers of its own
 
 
-def _logical_cpus(settings: ServeSettings) -> int:
+def _logical_cpus(plan: _Plan) -> int:
     """Ray's CPU count is bookkeeping: ranks share the cores there are, however few."""
-    bundles = placement_bundles(settings, gpu=False)
-    replicas = settings.replicas * sum(bundle["CPU"] for bundle in bundles)
-    ingresses = settings.ingress_replicas * settings.ingress_cpus
+    replicas = sum(
+        model.replica_range[1] * bundle["CPU"]
+        for model in plan.models
+        for bundle in placement_bundles(model, gpu=False)
+    )
+    ingresses = plan.settings.ingress_replicas * plan.settings.ingress_cpus
     return max(os.cpu_count() or 1, math.ceil(replicas + ingresses))
 
 
@@ -185,7 +216,7 @@ def _deploy(plan: _Plan) -> None:
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
-    from dflash_serve.serve.app import build_app
+    from dflash_serve.serve.app import build_app, build_model
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -195,11 +226,15 @@ def _deploy(plan: _Plan) -> None:
         controller_options=plan.controller,
         logging_config=quiet,
     )
-    target = serve.RunTarget(
-        build_app(plan.settings), name=_APPLICATION, route_prefix="/", logging_config=quiet
+    targets = [
+        serve.RunTarget(build_model(model), name, route_prefix=None, logging_config=quiet)
+        for name, model in plan.applications.items()
+    ]
+    targets.append(
+        serve.RunTarget(build_app(plan.settings), _APPLICATION, "/", logging_config=quiet)
     )
     serve.run_many(
-        [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
     )
 
 
@@ -208,14 +243,24 @@ def _wait_until_running(started: float) -> None:
 
     with _progress("loading", started) as show:
         while True:
-            status = serve.status().applications[_APPLICATION]
-            if status.status == "RUNNING":
+            found = serve.status().applications.values()
+            if found and all(application.status == "RUNNING" for application in found):
                 return
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                texts = [reason(d.message) for d in status.deployments.values() if d.message]
-                raise EngineDeadError("\n".join(texts) or status.message or status.status)
-            show(", ".join(f"{n} {d.status.value}" for n, d in status.deployments.items()))
+            for application in found:
+                if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    deployments = application.deployments.values()
+                    texts = [reason(d.message) for d in deployments if d.message]
+                    raise EngineDeadError(
+                        "\n".join(texts) or application.message or application.status
+                    )
+            show(", ".join(_states(found)))
             time.sleep(0.25)
+
+
+def _states(applications: Iterable[Any]) -> Iterator[str]:
+    for application in applications:
+        for name, deployment in application.deployments.items():
+            yield f"{name} {deployment.status.value}"
 
 
 def reason(message: str) -> str:
@@ -232,11 +277,13 @@ def _introduce(plan: _Plan, seconds: float) -> None:
     from dflash_serve.serve.sample import ask, curl_line
 
     url = f"http://{plan.http['host']}:{plan.http['port']}"
-    tp = plan.settings.engine.tensor_parallel_size
-    _say(f"{plan.settings.model} (tp {tp}) is ready after {seconds:.0f} s: {url}/v1")
-    print(f"\n{curl_line(url, plan.settings.model)}\n", flush=True)
+    served = (f"{m.model} (tp {m.engine.tensor_parallel_size})" for m in plan.models)
+    verb = "is" if len(plan.models) == 1 else "are"
+    _say(f"{', '.join(served)} {verb} ready after {seconds:.0f} s: {url}/v1")
+    first = plan.settings.models[0].model
+    print(f"\n{curl_line(url, first)}\n", flush=True)
     try:
-        answer = ask(url, plan.settings.model)
+        answer = ask(url, first)
     except OSError as error:
         # The server stays up: a model without a chat template still serves completions.
         detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else error
@@ -297,8 +344,8 @@ def _delete_application() -> None:
     """
     from ray import serve
 
-    if _APPLICATION in serve.status().applications:
-        serve.delete(_APPLICATION)
+    for name in serve.status().applications:
+        serve.delete(name)
 
 
 def _raise_on_signals() -> None:

@@ -31,7 +31,7 @@ from dflash_serve.serve import scaling, wire
 from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.restart import RestartingEngine
 from dflash_serve.serve.senders import Senders, actor_is_gone
-from dflash_serve.serve.settings import ServeSettings
+from dflash_serve.serve.settings import ModelSettings
 
 __all__ = ["Replica"]
 
@@ -57,7 +57,7 @@ class Replica:
         EngineDeadError: a rank failed to load; the text says which and why.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         log.configure()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._settings = settings
@@ -174,10 +174,10 @@ class Replica:
         self._start_seconds = phases | {"initialise": rest}
         return engine
 
-    def _make_executor(self, settings: ServeSettings) -> RayExecutor:
+    def _make_executor(self, settings: ModelSettings) -> RayExecutor:
         return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus)
 
-    def _make_text(self, settings: ServeSettings, codec: TextCodec) -> TextEngine:
+    def _make_text(self, settings: ModelSettings, codec: TextCodec) -> TextEngine:
         return TextEngine(
             self._engine,
             codec,

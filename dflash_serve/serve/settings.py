@@ -7,126 +7,55 @@ string in its place silently turns validation off.
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.errors import ConfigError
+from dflash_serve.serve.balance import AutoscalingSettings, RoutingSettings
 
 __all__ = [
-    "AutoscalingSettings",
-    "RoutingSettings",
+    "REPLICA",
+    "ModelReference",
+    "ModelSettings",
     "ServeSettings",
     "describe_unknown_key",
     "expand_path",
+    "gpu_share",
     "placement_bundles",
+    "replica_names",
 ]
 
 _ENGINE_KEYS = tuple(f.name for f in dataclasses.fields(EngineConfig))
 _PATH_KEYS = ("target", "draft")
 _QUEUE_PER_RUNNING = 8
-_OVERLOAD_SHARE = 4  # of `max_running`
-_LEAST_OVERLOAD = 2.0
 _GPU_SHARE_STEPS = 10_000  # Ray counts resources in ten-thousandths
 
+REPLICA = "Replica"
+"""Name of the deployment with a model's replicas, where there is one model."""
 
-class RoutingSettings(BaseModel):
-    """Which replica a request goes to.
 
-    Loads are counted in requests of the usual size, see `route_choice.relative_loads`. Every
-    ingress replica learns on its own what it sent where.
+class _Watched(BaseModel):
+    """What Serve is told about a deployment whatever is in it.
 
     Attributes:
-        policy: "prefix" takes the replica of the session (`x-session-id`, else `user`), else the
-            one that was sent the longest beginning of the request, unless it is overloaded, else
-            the less loaded of two; "two_choices" always does the last; "round_robin" takes turns,
-            for comparison.
-        overload_requests: a replica is overloaded when its load is more than this above
-            `overload_factor` times the least. Left out: a quarter of `engine.max_running`, at
-            least 2.
-        overload_factor: see `overload_requests`.
-        kv_full: share of its cache pages in use from which a replica counts as overloaded while
-            another is below it.
-        min_overlap_bytes: shorter common beginnings decide nothing.
-        block_bytes: beginnings are compared in blocks of so many bytes of text (4 bytes an id).
-        request_blocks: blocks compared of one request, from its beginning.
-        replica_blocks: blocks remembered per replica, about 150 bytes of memory each.
-        sessions: sessions remembered, about 250 bytes of memory each.
-        report_period_s: seconds between two reports of a replica's load.
+        health_check_period_s: seconds between two health checks of a replica.
+        health_check_timeout_s: seconds after which a health check counts as failed.
+        graceful_shutdown_timeout_s: seconds running requests get before a replica stops.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    policy: Literal["prefix", "two_choices", "round_robin"] = "prefix"
-    overload_requests: float | None = Field(default=None, gt=0)
-    overload_factor: float = Field(default=1.5, ge=1)
-    kv_full: float = Field(default=0.95, gt=0, le=1)
-    min_overlap_bytes: int = Field(default=256, ge=1)
-    block_bytes: int = Field(default=128, ge=16)
-    request_blocks: int = Field(default=512, ge=1)
-    replica_blocks: int = Field(default=16_384, ge=1)
-    sessions: int = Field(default=16_384, ge=1)
-    report_period_s: float = Field(default=1.0, gt=0)
-
-    def rules(self, max_running: int) -> dict[str, Any]:
-        """The fields of `RouteRules`, in types that JSON has."""
-        overload = self.overload_requests
-        if overload is None:
-            overload = max(_LEAST_OVERLOAD, max_running / _OVERLOAD_SHARE)
-        return self.model_dump(exclude={"report_period_s"}) | {"overload_requests": overload}
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    health_check_timeout_s: float = Field(default=4.0, gt=0)
+    graceful_shutdown_timeout_s: float = Field(default=30.0, gt=0)
 
 
-class AutoscalingSettings(BaseModel):
-    """How many replicas there are, by what their engines hold.
-
-    Attributes:
-        min_replicas: fewest; 0 lets the model go to sleep. A request then waits for a whole
-            start, so `queue_timeout_s` must be longer than one.
-        max_replicas: most.
-        initial_replicas: at deployment. Left out: `min_replicas`, at least 1, so that what is
-            wrong with the model shows then.
-        target_requests: requests of one replica, waiting ones included, above which another is
-            started. Left out: `engine.max_running`, beyond which requests wait.
-        target_tokens: the same in tokens: those in cache pages and in prompts without an answer
-            yet. Left out: tokens do not matter.
-        look_back_s: seconds the load is averaged over.
-        upscale_delay_s: seconds the load must ask for more replicas until they are started.
-        downscale_delay_s: seconds it must ask for fewer; a start costs minutes.
-        sleep_delay_s: the same for the last replica.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    min_replicas: int = Field(default=1, ge=0)
-    max_replicas: int = Field(ge=1)
-    initial_replicas: int | None = Field(default=None, ge=0)
-    target_requests: float | None = Field(default=None, gt=0)
-    target_tokens: float | None = Field(default=None, gt=0)
-    look_back_s: float = Field(default=30.0, gt=0)
-    upscale_delay_s: float = Field(default=10.0, ge=0)
-    downscale_delay_s: float = Field(default=900.0, ge=0)
-    sleep_delay_s: float = Field(default=1800.0, ge=0)
-
-    @property
-    def first_replicas(self) -> int:
-        """Replicas at deployment."""
-        wanted = self.initial_replicas
-        return max(1, self.min_replicas) if wanted is None else wanted
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.min_replicas <= self.first_replicas <= self.max_replicas:
-            raise ValueError(
-                f"min_replicas is {self.min_replicas}, initial_replicas {self.first_replicas}, "
-                f"max_replicas {self.max_replicas}; allowed: in ascending order"
-            )
-        return self
-
-
-class ServeSettings(BaseModel):
-    """One served model: its engine, its replicas, its limits.
+class ModelSettings(_Watched):
+    """One served model: its engine, its replicas, their limits.
 
     Engine keys may be given under `engine` or beside the others (`serve run ... target=...` can
     only pass flat keys). Paths may hold `~` and `$VARIABLES`; a relative path is taken from the
@@ -139,21 +68,11 @@ class ServeSettings(BaseModel):
         replicas: engine replicas, each with its own `engine.tensor_parallel_size` ranks.
         autoscaling: in place of `replicas`, lets their number follow the load.
         routing: which replica a request goes to.
-        ingress_replicas: HTTP front ends.
         max_ongoing_requests: requests one replica holds, waiting ones included; more are
             refused with HTTP 429. Left out: eight times `engine.max_running`.
         max_queued_requests: requests one ingress keeps while no replica takes them.
         rank_cpus: CPUs Ray reserves per rank.
         replica_cpus: CPUs Ray reserves for tokenising and detokenising, per replica.
-        ingress_cpus: CPUs Ray reserves per ingress.
-        health_check_period_s: seconds between two health checks of a replica.
-        health_check_timeout_s: seconds after which a health check counts as failed.
-        graceful_shutdown_timeout_s: seconds running requests get before a replica stops.
-        queue_timeout_s: seconds a request may wait for its first token, and for its next one
-            after its replica or a rank of it has died.
-        request_timeout_s: seconds a whole request may take.
-        resume_attempts: how often a request whose replica or rank died is given to another
-            engine, from where it stopped, before the client gets an error.
         gang_failures: gangs of one replica that may die or fail to start in a row, none having
             finished a request, before the replica leaves and Serve puts another in its place;
             0 leaves at the first death. Until then new ranks are started in the same process, which
@@ -162,25 +81,15 @@ class ServeSettings(BaseModel):
         accelerator_type: restricts the ranks to one kind of GPU, as Ray names it ("H100").
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     model: str = Field(min_length=1)
     engine: EngineConfig
     replicas: int = Field(default=1, ge=1)
     autoscaling: AutoscalingSettings | None = None
     routing: RoutingSettings = RoutingSettings()
-    ingress_replicas: int = Field(default=1, ge=1)
     max_ongoing_requests: int = Field(ge=1)
     max_queued_requests: int = Field(default=64, ge=1)
     rank_cpus: float = Field(default=1.0, gt=0)
     replica_cpus: float = Field(default=0.25, gt=0)
-    ingress_cpus: float = Field(default=0.25, gt=0)
-    health_check_period_s: float = Field(default=2.0, gt=0)
-    health_check_timeout_s: float = Field(default=4.0, gt=0)
-    graceful_shutdown_timeout_s: float = Field(default=30.0, gt=0)
-    queue_timeout_s: float = Field(default=120.0, gt=0)
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    resume_attempts: int = Field(default=5, ge=0)
     gang_failures: int = Field(default=3, ge=0)
     start_attempts: int = Field(default=3, ge=1)
     accelerator_type: str | None = None
@@ -190,10 +99,8 @@ class ServeSettings(BaseModel):
     def _normalise(cls, values: Any) -> Any:
         if not isinstance(values, dict) or isinstance(values.get("engine"), EngineConfig):
             return values
-        known = (*cls.model_fields, *_ENGINE_KEYS)
-        _refuse_unknown(values, known, "args")
+        _refuse_unknown_model_keys(values, "args")
         engine = dict(values.get("engine") or {})
-        _refuse_unknown(engine, _ENGINE_KEYS, "args.engine")
         settings = {k: v for k, v in values.items() if k in cls.model_fields}
         flat = {k: v for k, v in values.items() if k in _ENGINE_KEYS}
         _refuse_twice(engine, flat)
@@ -206,6 +113,13 @@ class ServeSettings(BaseModel):
         """Whether there may be no replica at all."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        if self.autoscaling is None:
+            return self.replicas, self.replicas
+        return self.autoscaling.min_replicas, self.autoscaling.max_replicas
+
     @model_validator(mode="after")
     def _one_count(self) -> Self:
         if self.autoscaling is not None and self.replicas != 1:
@@ -215,7 +129,125 @@ class ServeSettings(BaseModel):
         return self
 
 
-def placement_bundles(settings: ServeSettings, *, gpu: bool) -> list[dict[str, float]]:
+_MODEL_KEYS = (*ModelSettings.model_fields, *_ENGINE_KEYS)
+
+
+class ModelReference(BaseModel):
+    """A model whose replicas are an application of their own (`build_model`).
+
+    Serve gives everything in an application a new version when any of its `args` changes; a
+    model in another application can be changed without a new ingress.
+
+    Attributes:
+        model: name clients use.
+        application: name of the application with its replicas.
+        may_sleep: whether that application's `autoscaling.min_replicas` is 0.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1)
+    application: str = Field(min_length=1)
+    may_sleep: bool = False
+
+
+def _kind(entry: Any) -> str:
+    if isinstance(entry, dict):
+        return "reference" if "application" in entry else "model"
+    return "reference" if isinstance(entry, ModelReference) else "model"
+
+
+_Entry = Annotated[
+    Annotated[ModelSettings, Tag("model")] | Annotated[ModelReference, Tag("reference")],
+    Discriminator(_kind),
+]
+
+
+class ServeSettings(_Watched):
+    """An ingress and the models behind it.
+
+    With one model its keys (`ModelSettings`) stand beside these; with several they stand in
+    `models`, whose entries take `health_check_*` and `graceful_shutdown_timeout_s` from here
+    where they have none of their own.
+
+    Attributes:
+        models: in the order that /v1/models shows.
+        ingress_replicas: HTTP front ends.
+        ingress_cpus: CPUs Ray reserves per ingress.
+        queue_timeout_s: seconds a request may wait for its first token, and for its next one
+            after its replica or a rank of it has died.
+        request_timeout_s: seconds a whole request may take.
+        resume_attempts: how often a request whose replica or rank died is given to another
+            engine, from where it stopped, before the client gets an error.
+    """
+
+    models: tuple[_Entry, ...]
+    ingress_replicas: int = Field(default=1, ge=1)
+    ingress_cpus: float = Field(default=0.25, gt=0)
+    queue_timeout_s: float = Field(default=120.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    resume_attempts: int = Field(default=5, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        shared = {k: v for k, v in values.items() if k in _Watched.model_fields}
+        own = {k: v for k, v in values.items() if k in cls.model_fields}
+        beside = {k: v for k, v in values.items() if k not in cls.model_fields}
+        if "models" not in values:
+            _refuse_unknown(beside, _MODEL_KEYS, "args", cls.model_fields)
+            _refuse_unknown_model_keys(beside, "args")
+            return own | {"models": [shared | beside]}
+        misplaced = [key for key in beside if key in _MODEL_KEYS]
+        if misplaced:
+            raise ValueError(
+                f"{', '.join(misplaced)} given beside models; write them into its entries"
+            )
+        _refuse_unknown(beside, cls.model_fields, "args")
+        if not isinstance(own["models"], list | tuple):
+            return own
+        return own | {"models": [_entry(e, shared, n) for n, e in enumerate(own["models"])]}
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [entry.model for entry in self.models]
+        if not names:
+            raise ValueError("models is empty; allowed: one entry or more")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"model {', '.join(twice)} is there more than once; name each once")
+        deployments = list(replica_names(self).values())
+        if len(set(deployments)) < len(deployments):
+            raise ValueError(
+                f"models {', '.join(names)} differ in punctuation only, and each needs a "
+                "deployment of its own; give them names that differ in a letter or digit"
+            )
+        return self
+
+    @property
+    def hosted(self) -> tuple[ModelSettings, ...]:
+        """The models whose replicas are part of this application."""
+        return tuple(entry for entry in self.models if isinstance(entry, ModelSettings))
+
+    @property
+    def referenced(self) -> tuple[ModelReference, ...]:
+        """The models whose replicas are applications of their own."""
+        return tuple(entry for entry in self.models if isinstance(entry, ModelReference))
+
+
+def replica_names(settings: ServeSettings) -> dict[str, str]:
+    """Name of the deployment with the replicas, by model, of those in this application."""
+    if len(settings.models) == 1:
+        return {model.model: REPLICA for model in settings.hosted}
+    return {
+        model.model: f"{REPLICA}-{re.sub(r'[^A-Za-z0-9.]+', '-', model.model)}"
+        for model in settings.hosted
+    }
+
+
+def placement_bundles(settings: ModelSettings, *, gpu: bool) -> list[dict[str, float]]:
     """Ray resources of one replica: a bundle per rank, the replica's own CPU in the first."""
     engine = settings.engine
     bundle = {"CPU": settings.rank_cpus}
@@ -255,10 +287,33 @@ def expand_path(path: str) -> str:
     return os.path.abspath(expanded)
 
 
-def _refuse_unknown(values: dict[str, Any], known: Iterable[str], where: str) -> None:
-    unknown = [key for key in values if key not in set(known)]
+def _refuse_unknown(
+    values: dict[str, Any], known: Iterable[str], where: str, also: Iterable[str] = ()
+) -> None:
+    """Raise for keys outside `known`; those of `also` may be what was meant, too."""
+    names = {*known, *also}
+    unknown = [key for key in values if key not in names]
     if unknown:
-        raise ValueError("; ".join(describe_unknown_key(key, known, where) for key in unknown))
+        raise ValueError("; ".join(describe_unknown_key(key, names, where) for key in unknown))
+
+
+def _refuse_unknown_model_keys(values: dict[str, Any], where: str) -> None:
+    _refuse_unknown(values, _MODEL_KEYS, where)
+    engine = values.get("engine")
+    if isinstance(engine, dict):
+        _refuse_unknown(engine, _ENGINE_KEYS, f"{where}.engine")
+
+
+def _entry(entry: Any, shared: dict[str, Any], number: int) -> Any:
+    """An entry of `models`, with what it takes from beside them."""
+    if not isinstance(entry, dict):
+        return entry
+    where = f"args.models[{number}]"
+    if _kind(entry) == "reference":
+        _refuse_unknown(entry, ModelReference.model_fields, where)
+        return entry
+    _refuse_unknown_model_keys(entry, where)
+    return shared | entry
 
 
 def _refuse_twice(engine: dict[str, Any], flat: dict[str, Any]) -> None:

@@ -18,15 +18,24 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dflash_serve.errors import ConfigError
-from dflash_serve.serve.settings import ServeSettings, describe_unknown_key, placement_bundles
+from dflash_serve.serve.settings import (
+    REPLICA,
+    ModelSettings,
+    ServeSettings,
+    describe_unknown_key,
+    placement_bundles,
+    replica_names,
+)
 
-__all__ = ["BUILDER", "ConfigReport", "validate_config"]
+__all__ = ["BUILDER", "MODEL_BUILDER", "ConfigReport", "validate_config"]
 
 BUILDER = "dflash_serve.serve.app:build_app"
 """The import path whose `args` are a `ServeSettings`."""
+MODEL_BUILDER = "dflash_serve.serve.app:build_model"
+"""The import path whose `args` are a `ModelSettings`."""
 
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-_DEPLOYMENTS = ("Ingress", "Replica")
+_INGRESS = "Ingress"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,12 +47,14 @@ class ConfigReport:
         problems: errors, one line each; the file must not be deployed unless this is empty.
         warnings: what may be right on another machine (a folder that is not on this one).
         applications: typed settings by application name, for those that validate.
+        models: the same of the applications that are one model's replicas.
     """
 
     path: Path
     problems: list[str]
     warnings: list[str]
     applications: dict[str, ServeSettings]
+    models: dict[str, ModelSettings]
 
     def require_valid(self) -> None:
         """Raise when there is a problem.
@@ -63,12 +74,13 @@ def validate_config(path: str | Path) -> ConfigReport:
     """
     path = Path(path)
     config = load_config(path)
-    report = ConfigReport(path, [], [], {})
+    report = ConfigReport(path, [], [], {}, {})
     report.problems.extend(_unknown_keys(config, ServeDeploySchema, "the top level"))
     if not report.problems:
         report.problems.extend(_schema_errors(config))
     for number, application in enumerate(_applications(config)):
         _check_application(application, f"applications[{number}]", report)
+    report.problems.extend(_reference_problems(config, report))
     return report
 
 
@@ -104,51 +116,99 @@ def _schema_errors(config: Mapping[str, Any]) -> Iterator[str]:
 def _check_application(application: Mapping[str, Any], where: str, report: ConfigReport) -> None:
     for deployment in application.get("deployments") or ():
         report.problems.extend(_strategy_problems(deployment, where))
-    if application.get("import_path") != BUILDER:
-        return  # another application in the same file; its args are its own
+    name = str(application.get("name", "default"))
+    args = application.get("args") or {}
+    replicas: Mapping[str, ModelSettings]
+    known: tuple[str, ...]
     try:
-        settings = ServeSettings.model_validate(application.get("args") or {})
+        if application.get("import_path") == BUILDER:
+            settings = report.applications[name] = ServeSettings.model_validate(args)
+            deployments = replica_names(settings)
+            replicas = {deployments[model.model]: model for model in settings.hosted}
+            known = (_INGRESS, *replicas)
+        elif application.get("import_path") == MODEL_BUILDER:
+            report.models[name] = ModelSettings.model_validate(args)
+            replicas, known = {REPLICA: report.models[name]}, (REPLICA,)
+        else:
+            return  # another application in the same file; its args are its own
     except pydantic.ValidationError as error:
         report.problems.extend(_lines(error, f"{where}.args"))
         return
     except ConfigError as error:
         report.problems.append(f"{where}.args: {error}")
         return
-    report.applications[str(application.get("name", "default"))] = settings
-    report.problems.extend(_override_problems(application, settings, where))
-    report.warnings.extend(_missing_folders(settings, where))
+    report.problems.extend(_override_problems(application, replicas, known, where))
+    for model in replicas.values():
+        report.warnings.extend(_missing_folders(model, where))
+
+
+def _reference_problems(config: Mapping[str, Any], report: ConfigReport) -> Iterator[str]:
+    """Models that an ingress looks for in applications that are not there, or are others."""
+    for name, settings in report.applications.items():
+        for wanted in settings.referenced:
+            found = report.models.get(wanted.application)
+            where = f"application {name}: model {wanted.model!r}"
+            if found is None:
+                yield (
+                    f"{where} is to be served by application {wanted.application!r}; "
+                    f"applications here that {MODEL_BUILDER} builds: "
+                    f"{', '.join(report.models) or 'none'}"
+                )
+            elif found.model != wanted.model:
+                yield f"{where}, but application {wanted.application!r} serves {found.model!r}"
+            elif found.may_sleep != wanted.may_sleep:
+                yield (
+                    f"{where}: may_sleep is {wanted.may_sleep}, but application "
+                    f"{wanted.application!r} keeps at least {found.replica_range[0]} replicas"
+                )
+    for application in _applications(config):
+        prefix = application.get("route_prefix", "/")
+        if application.get("import_path") == MODEL_BUILDER and prefix is not None:
+            yield (
+                f"application {application.get('name', 'default')}: route_prefix is {prefix!r}; "
+                "allowed: null, since an ingress in another application takes the requests"
+            )
 
 
 def _strategy_problems(deployment: Mapping[str, Any], where: str) -> Iterator[str]:
     strategy = deployment.get("placement_group_strategy")
-    name = deployment.get("name")
-    given = f"{where}.deployments[{name}].placement_group_strategy is {strategy!r}; "
-    if strategy is None:
-        return
-    if strategy not in _STRATEGIES:
-        yield given + f"allowed: {', '.join(_STRATEGIES)}"
-    elif name == "Replica" and strategy != "STRICT_PACK":
-        yield given + ("the ranks of one replica share a host: use STRICT_PACK or leave it out")
+    if strategy is not None and strategy not in _STRATEGIES:
+        yield (
+            f"{where}.deployments[{deployment.get('name')}].placement_group_strategy is "
+            f"{strategy!r}; allowed: {', '.join(_STRATEGIES)}"
+        )
 
 
 def _override_problems(
-    application: Mapping[str, Any], settings: ServeSettings, where: str
+    application: Mapping[str, Any],
+    replicas: Mapping[str, ModelSettings],
+    known: tuple[str, ...],
+    where: str,
 ) -> Iterator[str]:
     """Overrides that would contradict what the builder computes."""
-    need = placement_bundles(settings, gpu=settings.engine.device == "cuda")
     for deployment in application.get("deployments") or ():
-        name = deployment.get("name")
-        if name not in _DEPLOYMENTS:
-            yield f"{where}: " + describe_unknown_key(str(name), _DEPLOYMENTS, "deployments")
-        bundles = deployment.get("placement_group_bundles")
-        if name == "Replica" and bundles is not None and len(bundles) != len(need):
+        name = str(deployment.get("name"))
+        if name not in known:
+            yield f"{where}: " + describe_unknown_key(name, known, "deployments")
+        if name not in replicas:
+            continue
+        model = replicas[name]
+        strategy = deployment.get("placement_group_strategy")
+        if strategy in _STRATEGIES and strategy != "STRICT_PACK":
             yield (
-                f"{where}.deployments[Replica] has {len(bundles)} placement_group_bundles, but "
+                f"{where}.deployments[{name}].placement_group_strategy is {strategy!r}; "
+                "the ranks of one replica share a host: use STRICT_PACK or leave it out"
+            )
+        need = placement_bundles(model, gpu=model.engine.device == "cuda")
+        bundles = deployment.get("placement_group_bundles")
+        if bundles is not None and len(bundles) != len(need):
+            yield (
+                f"{where}.deployments[{name}] has {len(bundles)} placement_group_bundles, but "
                 f"tensor_parallel_size {len(need)} needs {len(need)}; leave them out"
             )
 
 
-def _missing_folders(settings: ServeSettings, where: str) -> Iterator[str]:
+def _missing_folders(settings: ModelSettings, where: str) -> Iterator[str]:
     for key in ("target", "draft"):
         folder = getattr(settings.engine, key)
         if folder is not None and not Path(folder).is_dir():
@@ -203,5 +263,13 @@ def _item_types(annotation: Any) -> Iterator[Any]:
 
 def _lines(error: pydantic.ValidationError, where: str) -> Iterator[str]:
     for detail in error.errors():
-        path = ".".join((*filter(None, (where,)), *map(str, detail["loc"])))
+        path = ".".join((*filter(None, (where,)), *_place(detail["loc"])))
         yield f"{path}: {detail['msg'].removeprefix('Value error, ')}"
+
+
+def _place(location: tuple[str | int, ...]) -> Iterator[str]:
+    """The path as the file writes it: without the kind of an entry of `models`."""
+    if location[:1] == ("models",) and len(location) > 2:
+        yield f"models[{location[1]}]"
+        location = location[3:]
+    yield from map(str, location)

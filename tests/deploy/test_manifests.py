@@ -147,7 +147,7 @@ def test_serves_own_time_limit_is_only_the_safety_net(path):
 
 def test_the_demo_fits_two_cores_at_tp_1():
     (settings,) = validate_config(ROOT / "deployments" / "demo.yaml").applications.values()
-    bundles = placement_bundles(settings, gpu=False)
+    bundles = placement_bundles(settings.hosted[0], gpu=False)
     assert sum(bundle["CPU"] for bundle in bundles) + settings.ingress_cpus <= 2
 
 
@@ -192,15 +192,16 @@ def test_pod_monitor_passes_the_crd_schema():
 @pytest.mark.parametrize(("folder", "name"), SERVICES)
 def test_worker_pod_holds_one_whole_gang(folder, name):
     (settings,) = validate_config(ROOT / "deployments" / name).applications.values()
+    (model,) = settings.hosted
     cluster = ray_service(folder)["spec"]["rayClusterConfig"]
     (group,) = cluster["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     resources = container["resources"]
     assert resources["limits"] == resources["requests"]
-    assert resources["limits"][GPU_RESOURCE] == settings.engine.tensor_parallel_size
-    bundles = placement_bundles(settings, gpu=True)
+    assert resources["limits"][GPU_RESOURCE] == model.engine.tensor_parallel_size
+    bundles = placement_bundles(model, gpu=True)
     assert int(resources["limits"]["cpu"]) > sum(bundle["CPU"] for bundle in bundles)
-    assert group["replicas"] == settings.replicas
+    assert group["replicas"] == model.replicas
 
 
 @pytest.mark.parametrize(("folder", "name"), SERVICES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflash_serve.config import EngineConfig
 from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.replica import Replica
-from dflash_serve.serve.settings import ServeSettings
+from dflash_serve.serve.settings import ModelSettings
 
 __all__ = ["FakeReplica"]
 
@@ -16,7 +16,7 @@ class FakeReplica(Replica):
     def _check(self, config: EngineConfig) -> None:
         pass
 
-    def _make_executor(self, settings: ServeSettings) -> RayExecutor:
+    def _make_executor(self, settings: ModelSettings) -> RayExecutor:
         return RayExecutor(
             settings.engine, rank_cpus=settings.rank_cpus, runner="tests.serve.fake_rank"
         )

@@ -25,9 +25,11 @@ from dflash_serve.errors import (
 )
 from dflash_serve.sampling import SamplingParams
 from dflash_serve.serve import wire
+from dflash_serve.serve.app import assemble
 from dflash_serve.serve.ingress import HandleBackend, translate_error
 from dflash_serve.serve.journal import ResumeLimits
 from dflash_serve.serve.room import Room
+from dflash_serve.serve.settings import ServeSettings
 
 
 class FakeStream:
@@ -135,6 +137,40 @@ async def test_errors_sent_as_data_are_raised():
 async def test_unknown_model_is_named():
     with pytest.raises(ModelNotFoundError, match="'x' is not served here; served: m"):
         await collect(backend(FakeHandle()), "x")
+
+
+async def test_each_models_requests_go_to_its_own_replicas():
+    handles = {name: FakeHandle(FakeStream(deltas("length"))) for name in ("m", "n")}
+    target = HandleBackend(handles, ResumeLimits(attempts=0, wait_s=5.0, total_s=5.0))
+    await collect(target, "n")
+    assert target.models() == ["m", "n"]
+    assert [len(handle.requests) for handle in handles.values()] == [0, 1]
+
+
+async def test_health_names_the_model_that_has_no_healthy_replica():
+    handles = {"m": FakeHandle(answers=[None]), "n": FakeHandle(answers=TimeoutError())}
+    target = HandleBackend(handles, ResumeLimits(attempts=0, wait_s=5.0, total_s=5.0))
+    with pytest.raises(UnavailableError, match="no replica of n"):
+        await target.check_health()
+
+
+def ingress_of(**changes):
+    """The ingress that settings bind, as Serve sees it."""
+    models = [{"model": "a", "target": "/m/a"} | changes, {"model": "b", "application": "b"}]
+    return assemble(ServeSettings(models=models))._bound_deployment
+
+
+def test_the_ingress_is_told_nothing_of_what_only_replicas_use():
+    plain = ingress_of()
+    changed = ingress_of(rank_cpus=3, replicas=2, max_running=4, graceful_shutdown_timeout_s=9)
+    assert changed.init_args[0] == plain.init_args[0]
+    assert changed._deployment_config == plain._deployment_config
+    sleeper = ingress_of(autoscaling={"min_replicas": 0, "max_replicas": 1})
+    assert sleeper.init_args[0].sleepers == ("a",)
+
+
+def test_a_new_ingress_is_there_before_the_old_one_goes():
+    assert ingress_of()._deployment_config.max_surge_percent == 100
 
 
 async def test_waiting_too_long_for_the_first_token_is_overload():

@@ -37,8 +37,17 @@ def test_a_taken_port_gives_the_next_free_one(config, capsys):
 
 def test_tp_replaces_the_files(config):
     plan = local._plan(config, 3, None)
-    assert plan.settings.engine.tensor_parallel_size == 3
-    assert local._logical_cpus(plan.settings) >= 4
+    assert plan.models[0].engine.tensor_parallel_size == 3
+    assert local._logical_cpus(plan) >= 4
+
+
+def test_tp_for_several_models_is_refused(config):
+    raw = yaml.safe_load(config.read_text())
+    raw["applications"][0]["args"] = {"models": [{"target": "/m/a"}, {"target": "/m/b"}]}
+    config.write_text(yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match="--tp 3 for a, b; allowed: one model"):
+        local._plan(config, 3, None)
+    assert [m.model for m in local._plan(config, None, None).models] == ["a", "b"]
 
 
 def test_impossible_tp_is_refused(config):
@@ -49,7 +58,7 @@ def test_impossible_tp_is_refused(config):
 def test_missing_target_of_another_file_is_named(config):
     plan = local._plan(config, None, None)
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
-        local._prepare_target(plan.settings, config)
+        local._prepare_target(plan.models[0], config)
 
 
 def test_two_applications_are_refused(config):

@@ -44,7 +44,7 @@ def deployment(**changes):
         model="m", engine={"target": "/m/t", "device": "cpu", "max_running": 6}, **changes
     )
     application = assemble(settings, FakeReplica)
-    (replica,) = application._bound_deployment.init_args[1:]
+    (replica,) = application._bound_deployment.init_args[1].values()
     return replica._bound_deployment._deployment_config
 
 

@@ -7,23 +7,37 @@ from pydantic import ValidationError
 
 from dflash_serve.config import EngineConfig
 from dflash_serve.errors import ConfigError
+from dflash_serve.serve.app import build_app, build_model
 from dflash_serve.serve.settings import (
+    ModelReference,
+    ModelSettings,
     ServeSettings,
     describe_unknown_key,
     expand_path,
     placement_bundles,
+    replica_names,
 )
+
+ONE = {"model": "one", "target": "/m/one", "tensor_parallel_size": 2}
+TWO = {"model": "org/two", "engine": {"target": "/m/two"}, "rank_cpus": 2}
 
 
 def settings(**changes):
+    """The one model of a file that names one."""
+    (model,) = served(**changes).models
+    return model
+
+
+def served(**changes):
     return ServeSettings.model_validate({"engine": {"target": "/m/target"}} | changes)
 
 
-def test_builder_annotation_is_the_class_itself():
-    from dflash_serve.serve.app import build_app
-
-    (parameter,) = inspect.signature(build_app).parameters.values()
-    assert parameter.annotation is ServeSettings
+@pytest.mark.parametrize(
+    ("builder", "expected"), [(build_app, ServeSettings), (build_model, ModelSettings)]
+)
+def test_builder_annotation_is_the_class_itself(builder, expected):
+    (parameter,) = inspect.signature(builder).parameters.values()
+    assert parameter.annotation is expected
 
 
 def test_model_name_defaults_to_the_folder():
@@ -31,16 +45,41 @@ def test_model_name_defaults_to_the_folder():
 
 
 def test_flat_engine_keys_are_taken_as_serve_run_passes_them():
-    made = ServeSettings.model_validate({"target": "/m/t", "tensor_parallel_size": "3"})
+    (made,) = ServeSettings.model_validate({"target": "/m/t", "tensor_parallel_size": "3"}).models
     assert made.engine.tensor_parallel_size == 3
     assert made.engine.executor == "ray"
 
 
 def test_settings_survive_a_round_trip():
-    for changes in ({"replicas": 2}, {"autoscaling": {"max_replicas": 2}}):
-        made = settings(**changes)
+    several = ServeSettings(models=[ONE, TWO, {"model": "three", "application": "app"}])
+    for made in (served(replicas=2), served(autoscaling={"max_replicas": 2}), several):
         again = ServeSettings.model_validate(made.model_dump())
         assert again == made
+
+
+def test_several_models_have_their_own_engines_and_deployments():
+    made = ServeSettings(models=[ONE, TWO])
+    one, two = made.models
+    assert (one.engine.tensor_parallel_size, two.engine.tensor_parallel_size) == (2, 1)
+    assert (one.rank_cpus, two.rank_cpus) == (1, 2)
+    assert replica_names(made) == {"one": "Replica-one", "org/two": "Replica-org-two"}
+    assert replica_names(served()) == {"target": "Replica"}
+
+
+def test_what_all_deployments_have_is_taken_from_beside_the_models():
+    made = ServeSettings(
+        models=[ONE, TWO | {"graceful_shutdown_timeout_s": 9}],
+        graceful_shutdown_timeout_s=5,
+        health_check_period_s=1,
+    )
+    assert [m.graceful_shutdown_timeout_s for m in (made, *made.models)] == [5, 5, 9]
+    assert [m.health_check_period_s for m in made.models] == [1, 1]
+
+
+def test_a_model_may_be_served_by_another_application():
+    made = ServeSettings(models=[ONE, {"model": "b", "application": "app", "may_sleep": True}])
+    assert made.referenced == (ModelReference(model="b", application="app", may_sleep=True),)
+    assert [m.model for m in made.hosted] == ["one"]
 
 
 def test_max_ongoing_requests_follows_max_running():
@@ -72,6 +111,16 @@ def test_max_ongoing_requests_follows_max_running():
             "replicas is 2 and autoscaling is given; give one of them",
         ),
         ({"engine": {"target": "$NO_SUCH_VARIABLE/m"}}, "is not set; set it"),
+        ({"models": []}, "models is empty"),
+        ({"models": [ONE, ONE]}, "model one is there more than once"),
+        ({"models": [ONE], "target": "/m"}, "target given beside models; write them into its"),
+        ({"models": [ONE | {"replica": 1}]}, "'replica' in args.models[0]; did you mean"),
+        ({"models": [TWO | {"engine": {"darft": 1}}]}, "'darft' in args.models[0].engine; did"),
+        ({"models": [{"model": "a", "application": "b", "target": "/m"}]}, "args.models[0]"),
+        (
+            {"models": [ONE | {"model": "a/b"}, ONE | {"model": "a-b"}]},
+            "models a/b, a-b differ in punctuation only",
+        ),
         ({"engine": {}}, "target"),
         ({}, "target"),
     ],
@@ -83,8 +132,8 @@ def test_wrong_args_are_refused_with_the_reason(args, text):
 
 
 def test_every_engine_field_has_its_own_name():
-    clash = {f.name for f in dataclasses.fields(EngineConfig)} & set(ServeSettings.model_fields)
-    assert not clash
+    engine = {f.name for f in dataclasses.fields(EngineConfig)}
+    assert not engine & {*ServeSettings.model_fields, *ModelSettings.model_fields}
 
 
 def test_paths_are_expanded(monkeypatch, tmp_path):

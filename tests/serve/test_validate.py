@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dflash_serve.errors import ConfigError
-from dflash_serve.serve.validate import BUILDER, validate_config
+from dflash_serve.serve.validate import BUILDER, MODEL_BUILDER, validate_config
 
 GOOD = {
     "proxy_location": "HeadOnly",
@@ -40,7 +40,7 @@ def application(config):
 def test_good_file_has_no_problems_and_typed_settings(check):
     report = check(lambda config: None)
     assert report.problems == []
-    assert report.applications["dflash"].engine.tensor_parallel_size == 2
+    assert report.applications["dflash"].models[0].engine.tensor_parallel_size == 2
     assert "not a folder on this machine" in report.warnings[0]
     report.require_valid()
 
@@ -112,3 +112,68 @@ def test_unreadable_files_are_named(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         validate_config(path)
+
+
+def several(config):
+    """One model beside the ingress, one in an application of its own."""
+    application(config)["args"] = {
+        "models": [
+            {"model": "a", "engine": {"target": "/m/a", "tensor_parallel_size": 2}},
+            {"model": "b", "application": "b"},
+        ]
+    }
+    application(config)["deployments"] = []
+    config["applications"].append(
+        {
+            "name": "b",
+            "route_prefix": None,
+            "import_path": MODEL_BUILDER,
+            "args": {"model": "b", "target": "/m/b"},
+        }
+    )
+
+
+def test_several_models_and_applications_are_read(check):
+    report = check(several)
+    assert report.problems == []
+    assert [entry.model for entry in report.applications["dflash"].models] == ["a", "b"]
+    assert report.models["b"].engine.target == "/m/b"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda c: c["applications"].pop(),
+            "model 'b' is to be served by application 'b'; applications here that",
+        ),
+        (lambda c: c["applications"][1]["args"].update(model="z"), "'b' serves 'z'"),
+        (
+            lambda c: c["applications"][1]["args"].update(
+                autoscaling={"min_replicas": 0, "max_replicas": 1}
+            ),
+            "may_sleep is False, but application 'b' keeps at least 0 replicas",
+        ),
+        (lambda c: c["applications"][1].update(route_prefix="/b"), "allowed: null"),
+        (
+            lambda c: application(c)["args"]["models"][0]["engine"].update(page_size=0),
+            "applications[0].args.models[0].engine: page_size is 0",
+        ),
+        (
+            lambda c: application(c)["deployments"].append({"name": "Replica-b"}),
+            "'Replica-b'",
+        ),
+        (
+            lambda c: c["applications"][1].update(deployments=[{"name": "Ingress"}]),
+            "'Ingress'",
+        ),
+    ],
+)
+def test_mistakes_with_several_models_are_named(check, change, text):
+    def both(config):
+        several(config)
+        change(config)
+
+    report = check(both)
+    assert len(report.problems) == 1, report.problems
+    assert text in report.problems[0]
