@@ -116,6 +116,8 @@ class Recorder:
 
         Raises:
             OSError: the folder cannot be written.
+            RuntimeError: `record_dir` begins with ~ and there is no home folder.
+            ValueError: the reason or a path is no text that UTF-8 can hold.
         """
         if self._path is not None:
             return self._path

@@ -42,7 +42,8 @@ class Watchdog:
         hang_timeout_s: age of the last completed step, while work is pending, that is too much.
         board: where the engine's ranks show signs of life; None for a rank alone in a process
             that must live on.
-        record: writes the flight record for a reason, and logs where.
+        record: writes the flight record for a reason, and logs where; may raise what
+            `Recorder.dump` does.
         on_trip: what ends the rank, given the reason; does not return where it ends the process.
     """
 
@@ -84,7 +85,7 @@ class Watchdog:
             reason = f"rank {self._rank} failed: {type(error).__name__}: {error}"
             if self._board is not None:
                 self._board.raise_alarm(reason)
-            self._record(reason)
+            self._try_to_record(reason)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._tick):
@@ -139,16 +140,23 @@ class Watchdog:
             # The alarm first: from here on neither a log nor a disk that blocks can hide it.
             reason = self._board.raise_alarm(reason)
             faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True)
-        logger.error("the watchdog ends rank %d: %s\n%s", self._rank, reason, stacks())
+        try:
+            logger.error("the watchdog ends rank %d: %s\n%s", self._rank, reason, stacks())
+            self._try_to_record(reason)
+            if self._board is not None:
+                self._board.mark_left(self._rank)
+                # Whoever leaves first breaks the others' collectives, and they would die wordless.
+                self._board.await_last_words(self._limit)
+        finally:
+            # Whatever the last words meet: a rank that stays would be waited for by all others.
+            self._on_trip(reason)
+
+    def _try_to_record(self, reason: str) -> None:
+        """Write the flight record; one that cannot be written must not hide the reason."""
         try:
             self._record(reason)
-        except Exception:
+        except (OSError, RuntimeError, ValueError):
             logger.exception("no flight record could be written")
-        if self._board is not None:
-            self._board.mark_left(self._rank)
-            # Whoever leaves first breaks the others' collectives, and they would die wordless.
-            self._board.await_last_words(self._limit)
-        self._on_trip(reason)
 
 
 def leave(_reason: str) -> None:

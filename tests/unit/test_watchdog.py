@@ -165,3 +165,35 @@ def test_a_trip_records_before_it_ends_the_rank() -> None:
         assert ended.wait(30)
     assert [call.split()[0] for call in calls] == ["record", "end"]
     assert "rank 0 has been in step 0" in calls[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("a folder of another user"),
+        UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"),
+        KeyError("what no recorder raises"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_flight_record_that_cannot_be_written_does_not_keep_the_rank(error: Exception) -> None:
+    def fail(_: str) -> None:
+        raise error
+
+    ended = threading.Event()
+    pulse = Pulse()
+    dog = Watchdog(pulse, 0.05, rank=0, board=None, record=fail, on_trip=lambda _: ended.set())
+    with dog:
+        pulse.begin(0)
+        assert ended.wait(30)
+
+
+def test_a_flight_record_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    def fail(_: str) -> None:
+        raise OSError("the disk is full")
+
+    board = Board(str(tmp_path), 2)
+    dog = Watchdog(Pulse(), 0.1, rank=1, board=board, record=fail, on_trip=lambda _: None)
+    with pytest.raises(ValueError, match="odd"), dog:
+        raise ValueError("odd")
+    assert board.alarm() == "rank 1 failed: ValueError: odd"
