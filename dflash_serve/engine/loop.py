@@ -64,6 +64,7 @@ class EngineLoop:
         self._trace: TraceOrder | None = None
         self._stopping = False
         self._read = time.perf_counter()
+        self._settled: float | None = None
 
     def run(self) -> None:
         """Serve until a Shutdown command; then stop the followers.
@@ -81,6 +82,7 @@ class EngineLoop:
         resting = idle and self._ledger.settled
         if resting:
             self._guard.pulse.rest()
+            self._settled = None
         else:
             self._guard.pulse.work()
         commands = self._mailbox.receive(_IDLE_WAIT_S if resting else 0.0)
@@ -120,11 +122,14 @@ class EngineLoop:
             self._read = time.perf_counter()
         plan.trace, self._trace = self._trace, None
         self._plans.send(plan)
+        if self._settled is not None and self._pending is None:
+            self._scheduler.stats.gap_seconds += time.perf_counter() - self._settled
         return self._guard.launch(plan)
 
     def _commit(self, pending: Pending) -> None:
         """Wait for a step; it counts from the end of the step before, if there was one."""
         result, echo = self._guard.settle(pending)
+        self._settled = time.perf_counter()
         self._scheduler.commit(pending.plan, result)
         self._ledger.note(echo)
         now = time.perf_counter()

@@ -139,6 +139,8 @@ class EngineStats(msgspec.Struct):
         late_graphs: steps captured while requests were waiting.
         policy: what the choice of the verify length rests on, where it is chosen per step.
         scale: the fit of the draft's scale, where there is one.
+        gap_seconds: time in which requests were running and no step was: from the end of one to the
+            launch of the next. Nothing is added where steps are launched ahead.
         consensus_steps: steps on which several ranks agreed before their tokens were sent.
         consensus_mismatches: steps on which they did not, which ends the engine.
     """
@@ -157,6 +159,7 @@ class EngineStats(msgspec.Struct):
     prefix_hits: int = 0
     finished: dict[str, int] = {}
     step_seconds: float = 0.0
+    gap_seconds: float = 0.0
     by_length: dict[int, LengthStats] = {}
     replayed_steps: int = 0
     eager_steps: int = 0

@@ -185,6 +185,12 @@ _FAMILIES = (
     ),
     _Family(
         _COUNTER,
+        "dflash_step_gap_seconds",
+        "Seconds from the end of a step to the launch of the next while requests were running.",
+        _one(lambda s: s.stats.gap_seconds),
+    ),
+    _Family(
+        _COUNTER,
         "dflash_spec_drafts",
         "Blocks verified, by rows verified per step.",
         _per_length(lambda part: part.drafts),

@@ -1,8 +1,9 @@
-"""What runs inside Serve's HTTP proxy: its own plain-text errors become OpenAI's error object.
+"""What runs around Serve's HTTP servers: their plain-text errors become OpenAI's error object.
 
 The proxy answers by itself when a request times out in it, when no application has the path, or
 when the ingress dies. Deployment files name `middlewares` in the controller's environment
-(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), which proxies inherit.
+(RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), which proxies inherit, and ingress replicas, which
+listen themselves behind HAProxy (RAY_SERVE_ENABLE_HA_PROXY).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = ["JsonErrors", "middlewares"]
 _OWN_PATHS = "/-/"
 """Serve's health and route pages, which Kubernetes and not OpenAI clients read."""
 _MAX_TEXT = 500
+_REQUEST_ID = b"x-request-id"
 _REPLACED_HEADERS = ("content-type", "content-length")
 
 
@@ -55,9 +57,11 @@ class _Rewriter:
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and _is_plain_error(message):
-            self._held = message
-            return
+        if message["type"] == "http.response.start":
+            _keep_first_request_id(message)
+            if _is_plain_error(message):
+                self._held = message
+                return
         if self._held is None:
             await self._send(message)
             return
@@ -74,6 +78,18 @@ class _Rewriter:
         text = self._body.decode(errors="replace").strip()[:_MAX_TEXT] or "no details given"
         answer = from_status(start["status"], text, kept).response()
         await answer(self._scope, self._receive, self._send)
+
+
+def _keep_first_request_id(start: Message) -> None:
+    """Drop the x-request-id that Serve adds to an answer of the ingress, which has one."""
+    names = [name.lower() for name, _ in start.get("headers", ())]
+    if names.count(_REQUEST_ID) > 1:
+        first = names.index(_REQUEST_ID)
+        start["headers"] = [
+            header
+            for number, header in enumerate(start["headers"])
+            if names[number] != _REQUEST_ID or number == first
+        ]
 
 
 def _is_plain_error(start: Message) -> bool:

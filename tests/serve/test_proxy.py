@@ -7,6 +7,12 @@ from starlette.routing import Route
 from dflash_serve.serve.proxy import middlewares
 
 
+def with_two_ids():
+    answer = PlainTextResponse("fine", headers={"x-request-id": "ours"})
+    answer.raw_headers.append((b"X-Request-ID", b"serves"))
+    return answer
+
+
 def answer(response):
     async def handle(_request):
         return response()
@@ -20,6 +26,7 @@ def pieces():
 
 ROUTES = {
     "/ok": lambda: PlainTextResponse("fine"),
+    "/ids": with_two_ids,
     "/json": lambda: JSONResponse({"error": {"message": "mine"}}, 400),
     "/late": pieces,
     "/empty": lambda: PlainTextResponse("", 503),
@@ -64,3 +71,7 @@ async def test_plain_errors_become_json(client, path, status, message):
 
 async def test_other_headers_are_kept(client):
     assert (await client.get("/late")).headers["retry-after"] == "3"
+
+
+async def test_an_answer_has_one_request_id_the_first(client):
+    assert (await client.get("/ids")).headers.get_list("x-request-id") == ["ours"]
