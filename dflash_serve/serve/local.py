@@ -29,6 +29,7 @@ from typing import Any
 from dflash_serve.errors import ConfigError, DFlashError, EngineDeadError
 from dflash_serve.serve.processes import await_exit, descendants, kill
 from dflash_serve.serve.settings import ModelSettings, ServeSettings, placement_bundles
+from dflash_serve.serve.token import ensure_token
 
 __all__ = ["main", "serve_locally"]
 
@@ -37,6 +38,7 @@ _CONFIG = _ROOT / "deployments" / "demo.yaml"
 _PREPARE = "deployments.demo.prepare"
 _APPLICATION = "dflash"
 _OBJECT_STORE_BYTES = 100_000_000  # nothing large goes through Ray's object store
+_HOST = "127.0.0.1"
 _PORTS_TRIED = 100
 _STOP_TIMEOUT_S = 15.0
 
@@ -114,7 +116,7 @@ def _plan(config: Path, tp: int | None, port: int | None) -> _Plan:
     raw = load_config(config)
     http = dict(raw.get("http_options") or {})
     wanted = port or int(http.get("port", 8000))
-    http["port"] = free_port(http.setdefault("host", "127.0.0.1"), wanted)
+    http["port"] = free_port(http.setdefault("host", _HOST), wanted)
     if http["port"] != wanted:
         _say(f"port {wanted} is taken; using {http['port']}")
     return _Plan(settings, report.models, http, raw.get("controller_options"))
@@ -180,9 +182,13 @@ def _set_environment() -> None:
     """What Ray reads from the environment, once, when it is imported."""
     if "ray" in sys.modules:
         return  # too late: its native part keeps what it found, and a change would split the two
-    # The token file in the user's home is shared by every Ray of this user, so other clients of
-    # this user can talk to this one.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # A token in the user's home is that of every Ray of this user, so `serve status` and the
+    # like of the same user can talk to this one.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    ensure_token()
+    # Ray's own switch, made for desktop systems: the loopback address is the node's, and neither
+    # GCS nor raylets nor agents listen on any other.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -192,6 +198,7 @@ def _start_ray(plan: _Plan) -> None:
 
     _say("starting Ray")
     ray.init(
+        _node_ip_address=_HOST,  # nothing of it listens on the network
         num_cpus=_logical_cpus(plan),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
