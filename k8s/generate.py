@@ -1,74 +1,124 @@
 """Write the RayService manifests from the deployment files.
 
-    python k8s/generate.py            writes k8s/base and k8s/overlays
-    python k8s/generate.py --check    fails when a file on disk differs
+    python -m k8s.generate            writes k8s/base and k8s/overlays
+    python -m k8s.generate --check    fails when a file on disk differs
 
 The Serve config goes in word for word, so what runs on Kubernetes is the file that
-`serve deploy` takes; pod sizes follow from its settings.
+`serve deploy` takes; groups of pods and their sizes follow from its settings.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dflash_serve.serve.settings import ServeSettings, placement_bundles
-from dflash_serve.serve.validate import validate_config
+from dflash_serve.serve.settings import ModelSettings, placement_bundles
+from dflash_serve.serve.validate import ConfigReport, validate_config
 
 ROOT = Path(__file__).resolve().parent
 DEPLOYMENTS = ROOT.parent / "deployments"
 RAY_VERSION = "2.60.0"
 BASE = ("qwen3-8b-tp1.yaml", "base/rayservice.yaml")
-OVERLAYS = (("qwen3-8b-tp4.yaml", "overlays/tp4/rayservice.patch.yaml"),)
+OVERLAYS = (
+    ("qwen3-8b-tp4.yaml", "overlays/tp4/rayservice.patch.yaml"),
+    ("qwen3-8b-autoscaling.yaml", "overlays/autoscaling/rayservice.patch.yaml"),
+    ("qwen3-two-models.yaml", "overlays/two-models/rayservice.patch.yaml"),
+)
 
 SPARE_CPUS = 2
-"""For Ray's own processes and NCCL's helper threads."""
+"""For Ray's own processes, NCCL's helper threads, and a second ingress during a change."""
 MEMORY_GI_PER_GPU = 32
 SHM_GI_PER_GPU = 4
 GRACE_OVER_DRAIN_S = 60
 
 
-def read(name: str) -> tuple[str, ServeSettings]:
+def read(name: str) -> tuple[str, ConfigReport]:
     """Text and settings of a deployment file; a file with mistakes is an error."""
     path = DEPLOYMENTS / name
     report = validate_config(path)
     report.require_valid()
+    return path.read_text(), report
+
+
+def models_of(report: ConfigReport) -> list[ModelSettings]:
+    """Every model of a file, wherever its replicas are."""
     (settings,) = report.applications.values()
-    return path.read_text(), settings
+    return [*settings.hosted, *report.models.values()]
 
 
-def sizes(settings: ServeSettings) -> dict[str, int]:
-    """Numbers of the template that follow from a deployment's settings."""
-    (model,) = settings.hosted
-    gpus = model.engine.tensor_parallel_size
-    replica = sum(bundle["CPU"] for bundle in placement_bundles(model, gpu=True))
+def pods(report: ConfigReport) -> list[tuple[int, int, int]]:
+    """First, fewest and most pods of each model, one pod a replica."""
+    ranges = []
+    for model in models_of(report):
+        least, most = model.replica_range
+        first = model.replicas if model.autoscaling is None else model.autoscaling.first_replicas
+        ranges.append((first, least, most))
+    if not any(least for _, least, _ in ranges):
+        # The ingress runs on these pods, so one stays when all models sleep.
+        first, _, most = ranges[0]
+        ranges[0] = (max(first, 1), 1, most)
+    return ranges
+
+
+def drain_s(report: ConfigReport) -> int:
+    """Seconds a pod's replicas may need to finish what they have begun."""
+    (settings,) = report.applications.values()
+    every = [settings, *models_of(report)]
+    return math.ceil(max(s.graceful_shutdown_timeout_s for s in every))
+
+
+def groups(report: ConfigReport) -> str:
+    """The worker groups: one for each model, a pod for each of its replicas."""
+    (settings,) = report.applications.values()
     ingress = settings.ingress_cpus * settings.ingress_replicas
-    drain = math.ceil(settings.graceful_shutdown_timeout_s)
-    return {
-        "REPLICAS": model.replicas,
-        "GPUS": gpus,
-        "CPUS": math.ceil(replica + ingress / model.replicas) + SPARE_CPUS,
-        "MEMORY_GI": MEMORY_GI_PER_GPU * gpus,
-        "SHM_GI": SHM_GI_PER_GPU * gpus,
-        "DRAIN_S": drain,
-        "GRACE_S": drain + GRACE_OVER_DRAIN_S,
-    }
+    template = (ROOT / "workergroup.template.yaml").read_text().partition("\n")[2]
+    models = models_of(report)
+    texts = []
+    for model, (first, least, most) in zip(models, pods(report), strict=True):
+        gpus = model.engine.tensor_parallel_size
+        replica = sum(bundle["CPU"] for bundle in placement_bundles(model, gpu=True))
+        name = re.sub(r"[^a-z0-9]+", "-", model.model.lower()).strip("-")
+        values = {
+            "GROUP": "gpu" if len(models) == 1 else name,
+            "REPLICAS": first,
+            "MIN": least,
+            "MAX": most,
+            "GPUS": gpus,
+            "CPUS": math.ceil(replica + ingress) + SPARE_CPUS,
+            "MEMORY_GI": MEMORY_GI_PER_GPU * gpus,
+            "SHM_GI": SHM_GI_PER_GPU * gpus,
+            "GRACE_S": drain_s(report) + GRACE_OVER_DRAIN_S,
+        }
+        texts.append(fill(template, values).rstrip())
+    return "\n".join(texts)
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """A template with its @NAMES@ replaced."""
+    for key, value in values.items():
+        template = template.replace(f"@{key}@", str(value))
+    return template
 
 
 def render(name: str) -> str:
     """The RayService of a deployment file."""
-    config, settings = read(name)
-    text = (ROOT / "rayservice.template.yaml").read_text()
-    values = {**sizes(settings), "RAY_VERSION": RAY_VERSION}
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", str(value))
-    text = text.replace("@SERVE_CONFIG@", textwrap.indent(config.rstrip(), "    "))
+    config, report = read(name)
+    values = {
+        "RAY_VERSION": RAY_VERSION,
+        "AUTOSCALING": str(any(least != most for _, least, most in pods(report))).lower(),
+        "DRAIN_S": drain_s(report),
+        "WORKER_GROUPS": groups(report),
+        "SERVE_CONFIG": textwrap.indent(config.rstrip(), "    "),
+    }
+    text = fill((ROOT / "rayservice.template.yaml").read_text(), values)
     return _generated_from(name) + text.partition("\n")[2]
 
 

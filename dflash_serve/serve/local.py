@@ -198,7 +198,6 @@ def _start_ray(plan: _Plan) -> None:
 
     _say("starting Ray")
     ray.init(
-        _node_ip_address=_HOST,  # nothing of it listens on the network
         num_cpus=_logical_cpus(plan),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,

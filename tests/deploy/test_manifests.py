@@ -76,7 +76,12 @@ def ray_service(folder: str) -> dict:
     return found
 
 
-SERVICES = [("base", "qwen3-8b-tp1.yaml"), ("overlays/tp4", "qwen3-8b-tp4.yaml")]
+SERVICES = [
+    ("base", "qwen3-8b-tp1.yaml"),
+    ("overlays/tp4", "qwen3-8b-tp4.yaml"),
+    ("overlays/autoscaling", "qwen3-8b-autoscaling.yaml"),
+    ("overlays/two-models", "qwen3-two-models.yaml"),
+]
 
 
 # -- CRD schemas -------------------------------------------------------------------------------
@@ -189,29 +194,65 @@ def test_pod_monitor_passes_the_crd_schema():
     check(monitor)
 
 
+def models_of(name):
+    """Every model of a deployment file, in the order of its worker groups."""
+    report = validate_config(ROOT / "deployments" / name)
+    (settings,) = report.applications.values()
+    return [*settings.hosted, *report.models.values()]
+
+
+def cluster_of(folder):
+    return ray_service(folder)["spec"]["rayClusterConfig"]
+
+
 @pytest.mark.parametrize(("folder", "name"), SERVICES)
-def test_worker_pod_holds_one_whole_gang(folder, name):
-    (settings,) = validate_config(ROOT / "deployments" / name).applications.values()
-    (model,) = settings.hosted
-    cluster = ray_service(folder)["spec"]["rayClusterConfig"]
-    (group,) = cluster["workerGroupSpecs"]
-    (container,) = group["template"]["spec"]["containers"]
-    resources = container["resources"]
-    assert resources["limits"] == resources["requests"]
-    assert resources["limits"][GPU_RESOURCE] == model.engine.tensor_parallel_size
-    bundles = placement_bundles(model, gpu=True)
-    assert int(resources["limits"]["cpu"]) > sum(bundle["CPU"] for bundle in bundles)
-    assert group["replicas"] == model.replicas
+def test_each_models_pods_hold_one_whole_gang_each(folder, name):
+    groups = cluster_of(folder)["workerGroupSpecs"]
+    assert len({group["groupName"] for group in groups}) == len(groups)
+    for group, model in zip(groups, models_of(name), strict=True):
+        (container,) = group["template"]["spec"]["containers"]
+        resources = container["resources"]
+        assert resources["limits"] == resources["requests"]
+        assert resources["limits"][GPU_RESOURCE] == model.engine.tensor_parallel_size
+        bundles = placement_bundles(model, gpu=True)
+        assert int(resources["limits"]["cpu"]) > sum(bundle["CPU"] for bundle in bundles)
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_pods_follow_the_replicas_that_a_file_allows(folder, name):
+    cluster, models = cluster_of(folder), models_of(name)
+    for group, model in zip(cluster["workerGroupSpecs"], models, strict=True):
+        assert (group["minReplicas"], group["maxReplicas"]) == model.replica_range
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    scales = any(model.autoscaling is not None for model in models)
+    assert cluster["enableInTreeAutoscaling"] is scales
+
+
+def test_the_shipped_files_scale_and_do_not_and_have_one_model_and_more():
+    found = {
+        (len(models_of(name)), cluster_of(f)["enableInTreeAutoscaling"]) for f, name in SERVICES
+    }
+    assert {(1, False), (1, True), (2, True)} <= found
+
+
+def test_the_ingress_keeps_a_pod_when_every_model_may_sleep(monkeypatch, tmp_path):
+    text = (ROOT / "deployments" / "qwen3-8b-autoscaling.yaml").read_text()
+    (tmp_path / "sleeper.yaml").write_text(text.replace("min_replicas: 1", "min_replicas: 0"))
+    monkeypatch.setattr(generate, "DEPLOYMENTS", tmp_path)
+    (group,) = yaml.safe_load(generate.render("sleeper.yaml"))["spec"]["rayClusterConfig"][
+        "workerGroupSpecs"
+    ]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (1, 1, 4)
 
 
 @pytest.mark.parametrize(("folder", "name"), SERVICES)
 def test_pods_outlive_the_drain(folder, name):
-    (settings,) = validate_config(ROOT / "deployments" / name).applications.values()
-    (group,) = ray_service(folder)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    pod = group["template"]["spec"]
-    env = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
-    drain = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-    assert settings.graceful_shutdown_timeout_s <= drain < pod["terminationGracePeriodSeconds"]
+    for group in cluster_of(folder)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        env = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
+        drain = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        longest = max(model.graceful_shutdown_timeout_s for model in models_of(name))
+        assert longest <= drain < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize(("folder", "name"), SERVICES)
