@@ -55,8 +55,9 @@ test-gpu:  ## the tests that need a CUDA device, with the python at hand
 test-gpu-demo:  ## those with the demo pair too; its target must be prepared (`make demo`)
 	$(PYTHON) -m pytest tests/kernels tests/gpu
 
-chaos: install  ## kill, stop and break parts of a deployment under load; ROUNDS=3, FAULTS=rank0,proxy
-	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(FAULTS),--faults $(FAULTS))
+chaos: install  ## kill, stop and break parts of a deployment under load; ROUNDS=3, OTHER=2, FAULTS=rank0,proxy
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(OTHER),--rounds-other $(OTHER)) $(if $(FAULTS),--faults $(FAULTS)) \
+		$(if $(OUTPUT),--output $(OUTPUT))
 
 $(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed
 	mkdir -p $(DEMO_WHEELS)

@@ -3,7 +3,8 @@
     python -m tests.chaos [--faults rank0,replica] [--rounds 3] [--output chaos.json]
 
 Starts a Ray of its own, deploys a tiny random float32 pair at tp 2, keeps eight clients streaming,
-and kills, stops and breaks parts of it. Ends with 1 when a promise was broken.
+and kills, stops and breaks parts of it. Ends with 1 when a promise was broken. The faults of the
+GCS need a redis-server on PATH (Debian, Ubuntu: apt-get install redis-server).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .faults import FAULTS, Fault
+from .redis import find_redis, redis_server
 from .report import make_table, write_json
 from .rounds import Plan, Round, run_round
 
@@ -38,6 +40,7 @@ def run(
     faults: Sequence[Fault],
     *,
     rounds: int,
+    rounds_other: int,
     clients: int,
     seed: int,
     console: Console,
@@ -47,6 +50,8 @@ def run(
     """Run rounds of each fault on one deployment per number of replicas.
 
     Args:
+        rounds: of the faults that are repeated most (`Fault.often`).
+        rounds_other: of the others.
         done: receives every round when it is over.
         keep: leave the temporary folder, Ray's logs and the flight records in it, and say where.
 
@@ -60,7 +65,12 @@ def run(
     from .bodies import make_bodies, undisturbed
     from .cluster import Cluster
 
-    with _own_folder(keep) as folder, _progress(console, len(faults) * rounds) as show:
+    counts = {f.name: rounds if f.often else rounds_other for f in faults}
+    with (
+        _own_folder(keep) as folder,
+        _state(folder, faults),
+        _progress(console, sum(counts.values())) as show,
+    ):
         show("starting")
         pair = make_pair(folder / "pair")
         write_tokenizer(Path(pair.target), VOCAB)
@@ -76,8 +86,8 @@ def run(
                     expected = undisturbed(cluster.url, bodies)
                     if expected != undisturbed(cluster.url, bodies):
                         raise RuntimeError("the undisturbed run differs from itself")
-                for number in range(1, rounds + 1):
-                    title = f"{fault.name} {number}/{rounds}"
+                for number in range(1, counts[fault.name] + 1):
+                    title = f"{fault.name} {number}/{counts[fault.name]}"
                     plan = Plan(bodies, expected, clients, lambda s, t=title: show(f"{t}: {s}"))
                     began = time.monotonic()
                     result = run_round(cluster, fault, plan, random.Random(f"{seed} {title}"))
@@ -85,6 +95,12 @@ def run(
                     show(None)
                     verdict = "; ".join(result.broken) or "kept"
                     console.print(f"{title}: {verdict} ({time.monotonic() - began:.0f} s)")
+
+
+def _state(folder: Path, faults: Sequence[Fault]) -> contextlib.AbstractContextManager[object]:
+    """Where the head's state is kept: in a Redis where a fault asks for one."""
+    wanted = any(fault.redis for fault in faults)
+    return redis_server(folder / "redis") if wanted else contextlib.nullcontext()
 
 
 @contextmanager
@@ -138,7 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="faults: " + "; ".join(f"{f.name} ({f.what})" for f in FAULTS),
     )
     parser.add_argument("--faults", help=f"comma-separated, of {','.join(names)}; all if left out")
-    parser.add_argument("--rounds", type=int, default=3, help="of each fault")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of deaths and hangs of ranks and replicas"
+    )
+    parser.add_argument("--rounds-other", type=int, help="of the other faults; half if left out")
     parser.add_argument("--clients", type=int, default=8, help="streams at a time")
     parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
     parser.add_argument("--keep", action="store_true", help="keep logs and flight records")
@@ -148,12 +167,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(chosen) - set(names))
     if unknown:
         parser.error(f"unknown faults {', '.join(unknown)}; there are {', '.join(names)}")
+    faults = [fault for fault in FAULTS if fault.name in chosen]
+    if any(fault.redis for fault in faults):
+        try:
+            find_redis()
+        except FileNotFoundError as error:
+            parser.error(str(error))
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     rounds: list[Round] = []
     with contextlib.suppress(KeyboardInterrupt):  # the rounds before it count
         run(
-            [fault for fault in FAULTS if fault.name in chosen],
+            faults,
             rounds=options.rounds,
+            rounds_other=options.rounds_other or (options.rounds + 1) // 2,
             clients=options.clients,
             seed=options.seed,
             console=console,

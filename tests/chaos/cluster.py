@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -16,7 +18,6 @@ import yaml
 from dflash_serve.api.protocol import ReplicaStatus
 from dflash_serve.serve.local import free_port, stop
 from dflash_serve.serve.processes import descendants, is_running
-from dflash_serve.serve.settings import ServeSettings
 from tests.tiny import TinyPair
 
 from .rank import prepare_orders
@@ -27,9 +28,12 @@ APPLICATION = "dflash"
 MODEL = "tiny"
 TP = 2
 HANG_TIMEOUT_S = 3.0
-_LOGICAL_CPUS = 8
+_LOGICAL_CPUS = 16
 _OBJECT_STORE_BYTES = 100_000_000
 _START_TIMEOUT_S = 240.0
+_APPLY_TIMEOUT_S = 60.0
+_CHUNKS = (512, 256)
+"""Values of the setting that a rollout changes; tokens."""
 _STATUS_TIMEOUT_S = 10.0
 _TITLES = {
     "rank": "ray::RankActor",
@@ -79,7 +83,9 @@ class Cluster:
         self._folder = folder
         self._backend: Any = None
         self._loop = asyncio.new_event_loop()
-        self.replicas = 0
+        self._chunk = _CHUNKS[0]
+        self._options: dict[str, Any] = {}
+        self._first = self.replicas = 0
         self.url = ""
 
     def __enter__(self) -> Cluster:
@@ -96,12 +102,13 @@ class Cluster:
             logging_level="ERROR",
         )
         port = free_port("127.0.0.1", 18_000 + os.getpid() % 10_000)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": "127.0.0.1", "port": port},
-            logging_config={"log_level": "ERROR", "enable_access_log": False},
-            controller_options=yaml.safe_load(_SHIPPED.read_text())["controller_options"],
-        )
+        self._options = {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": "127.0.0.1", "port": port},
+            "logging_config": {"log_level": "ERROR", "enable_access_log": False},
+            "controller_options": yaml.safe_load(_SHIPPED.read_text())["controller_options"],
+        }
+        serve.start(**self._options)
         self.url = f"http://127.0.0.1:{port}"
         return self
 
@@ -115,22 +122,63 @@ class Cluster:
         """Put this many replicas behind one ingress; those of another number go first."""
         from ray import serve
 
-        from dflash_serve.serve.app import assemble
         from dflash_serve.serve.ingress import HandleBackend
         from dflash_serve.serve.journal import ResumeLimits
 
-        from .replica import ChaosReplica
-
         if self.replicas:
             serve.delete(APPLICATION)
-        self.replicas = replicas
-        serve.run(assemble(self._settings(), ChaosReplica), name=APPLICATION, route_prefix="/")
+        self._first = self.replicas = replicas
+        self._apply()
+        until(self._deployed, "the application runs", _START_TIMEOUT_S)
         handle = serve.get_deployment_handle("Replica", APPLICATION)
         limits = ResumeLimits(attempts=1, wait_s=1.0, total_s=1.0)
         self._backend = HandleBackend({MODEL: handle}, limits)
         until(lambda: self.missing() is None, "the deployment runs", _START_TIMEOUT_S)
 
-    def _settings(self) -> ServeSettings:
+    def change(self) -> None:
+        """Give ingress and replicas a new version, as a changed engine setting does; no waiting."""
+        self._chunk = _CHUNKS[self._chunk == _CHUNKS[0]]
+        self._apply()
+
+    def scale(self, replicas: int) -> None:
+        """Change the number of replicas and nothing else; no waiting."""
+        self.replicas = replicas
+        self._apply()
+
+    def _apply(self) -> None:
+        """Hand a deployment file to Serve's own command line, as an operator does."""
+        import ray
+
+        path = self._folder / "deployment.yaml"
+        application = {
+            "name": APPLICATION,
+            "route_prefix": "/",
+            "import_path": "tests.chaos.app:build",
+            "args": self._arguments(),
+            # Not in `args`, where it would be a new version of everything.
+            "deployments": [{"name": "Replica", "num_replicas": self.replicas}],
+        }
+        path.write_text(yaml.safe_dump(self._options | {"applications": [application]}))
+        command = [str(Path(sys.executable).with_name("serve")), "run", "--non-blocking", str(path)]
+        address = ray.get_runtime_context().gcs_address
+        done = subprocess.run(
+            command,
+            env=os.environ | {"RAY_ADDRESS": address},
+            capture_output=True,
+            text=True,
+            timeout=_APPLY_TIMEOUT_S,
+        )
+        if done.returncode:
+            raise RuntimeError(f"serve run refused {path}: {done.stdout}{done.stderr}")
+
+    @staticmethod
+    def _deployed() -> bool:
+        from ray import serve
+
+        application = serve.status().applications.get(APPLICATION)
+        return application is not None and application.status == "RUNNING"
+
+    def _arguments(self) -> dict[str, Any]:
         engine = {
             "target": self._pair.target,
             "draft": self._pair.draft,
@@ -139,18 +187,19 @@ class Cluster:
             "dtype": "float32",
             "threads": 1,
             "max_model_len": 512,
+            "prefill_chunk": self._chunk,
             "hang_timeout_s": HANG_TIMEOUT_S,
             "start_timeout_s": 120.0,
             "record_dir": str(self._folder / "records"),
         }
-        return ServeSettings(
-            model=MODEL,
-            engine=engine,  # type: ignore[arg-type]
-            replicas=self.replicas,
-            rank_cpus=0.5,
-            graceful_shutdown_timeout_s=5.0,
-            resume_attempts=10,
-        )
+        return {
+            "model": MODEL,
+            "engine": engine,
+            "replicas": self._first,
+            "rank_cpus": 0.5,
+            "graceful_shutdown_timeout_s": 60.0,
+            "resume_attempts": 10,
+        }
 
     # -- look -------------------------------------------------------------------------------
 

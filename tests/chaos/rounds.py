@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-
 from .clients import Answer, Load, Record
 from .cluster import Cluster, until
 from .faults import Fault, Stage, Strike
@@ -65,6 +63,8 @@ class Round:
         left: leftovers that did not go within ten seconds.
         broken: promises that were not kept.
         details: ends that were not wanted, and where texts differ.
+        answered_meanwhile: new requests answered while a part was away that serving must do
+            without.
         machine_load: the one-minute load average.
     """
 
@@ -83,6 +83,7 @@ class Round:
     broken: list[str] = dataclasses.field(default_factory=list)
     details: list[str] = dataclasses.field(default_factory=list)
     vitals: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answered_meanwhile: int | None = None
     machine_load: float = 0.0
 
 
@@ -110,8 +111,8 @@ def run_round(cluster: Cluster, fault: Fault, plan: Plan, rng: random.Random) ->
         load.release()
         records = load.finish()
     _judge_requests(result, records, strike, plan.expected)
-    # An ingress that has been killed counts from zero.
-    result.resumed = cluster.resumed() - (0 if fault.name == "ingress" else resumed)
+    # A new ingress counts from zero.
+    result.resumed = cluster.resumed() - (0 if fault.new_ingress else resumed)
     result.pauses_s = sorted(result.pauses_s, reverse=True)[: result.resumed or None]
     result.restarts = _restarts(cluster) - restarts
     plan.say("leftovers")
@@ -129,9 +130,8 @@ def _strike(fault: Fault, stage: Stage, result: Round) -> Strike:
     strike = fault.strike(stage)
     if fault.promise in ("front", "leave"):
         with ThreadPoolExecutor() as pool:  # at the same time: neither waits for the other
-            idle, url = lambda: _idle(stage.cluster), stage.cluster.url
-            served = pool.submit(_time, strike, lambda: _serves(url, stage), "an answer")
-            result.freed_s = _time(strike, idle, "no page is held")
+            served = pool.submit(_time, strike, stage.serves, "an answer")
+            result.freed_s = _time(strike, lambda: _idle(stage.cluster), "no page is held")
             result.served_s = served.result()
         stage.load.release()
     return strike
@@ -166,15 +166,6 @@ def _idle(cluster: Cluster) -> bool:
     )
 
 
-def _serves(url: str, stage: Stage) -> bool:
-    body = {"model": "tiny", "prompt": [stage.rng.randrange(2, 200)], "max_tokens": 2}
-    try:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=5.0, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == 200
-
-
 def _restarts(cluster: Cluster) -> int:
     return sum(s.restarts for s in cluster.statuses())
 
@@ -187,6 +178,7 @@ def _judge_requests(
     hit = [r for r in records if r.running_at(strike.at)]
     result.hit = len(hit)
     result.pauses_s = [r.pause_after(strike.at) for r in hit if r.end == "finished"]
+    result.answered_meanwhile = strike.answered
     for record in records:
         if record.end in ("cut", "failed", "refused"):
             result.details.append(f"{record.end}: {record.detail}")
@@ -236,6 +228,8 @@ def _broken(fault: Fault, result: Round) -> list[str]:
         found += _late("no answer", result.served_s, SERVED_S)
     if fault.promise == "quiet" and (result.resumed or result.restarts):
         found.append(f"{result.restarts} restarts, {result.resumed} resumed without a fault")
+    if result.answered_meanwhile == 0:
+        found.append("no new request was answered while the fault lasted")
     if fault.pause_s is not None and result.pauses_s:
         found += _late("median pause", statistics.median(result.pauses_s), fault.pause_s)
     return found
