@@ -74,7 +74,7 @@ def test_only_ray_and_its_operator_reach_gcs_dashboard_and_agents(port):
             if open_to and port not in open_to:
                 continue
             labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
-            assert labels in ([own], [{"app.kubernetes.io/name": "kuberay-operator"}])
+            assert labels in ([own], [{"app.kubernetes.io/component": "kuberay-operator"}])
 
 
 def test_prometheus_reaches_what_the_pod_monitor_scrapes():
