@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dflash_serve import __version__
+from dflash_serve.bench.demo import DEMO_DRAFT, DEMO_TARGET
 from dflash_serve.config import EngineConfig
 from dflash_serve.errors import ConfigError, DFlashError
 from dflash_serve.log import configure
 
-__all__ = ["app", "main"]
+__all__ = ["DEMO_DRAFT", "DEMO_TARGET", "app", "main"]
 
 _ROOT = Path(__file__).resolve().parents[1]
-DEMO_TARGET = Path("~/.cache/dflash-serve/smollm2-135m-instruct").expanduser()
-DEMO_DRAFT = _ROOT / "deployments" / "demo" / "draft"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
