@@ -139,6 +139,8 @@ class EngineStats(msgspec.Struct):
         late_graphs: steps captured while requests were waiting.
         policy: what the choice of the verify length rests on, where it is chosen per step.
         scale: the fit of the draft's scale, where there is one.
+        accepted: requests taken. Of one snapshot, accepted = ended + running + waiting.
+        ended: requests that were taken and have ended, by reason.
         gap_seconds: time in which requests were running and no step was: from the end of one to the
             launch of the next. Nothing is added where steps are launched ahead.
         consensus_steps: steps on which several ranks agreed before their tokens were sent.
@@ -158,6 +160,8 @@ class EngineStats(msgspec.Struct):
     prefix_queries: int = 0
     prefix_hits: int = 0
     finished: dict[str, int] = {}
+    accepted: int = 0
+    ended: dict[str, int] = {}
     step_seconds: float = 0.0
     gap_seconds: float = 0.0
     by_length: dict[int, LengthStats] = {}

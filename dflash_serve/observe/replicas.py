@@ -176,6 +176,19 @@ _FAMILIES = (
         ("position",),
     ),
     # What vLLM has not.
+    _Family(
+        _COUNTER,
+        "dflash_engine_requests_accepted",
+        "Requests the engine took: those it ended, those running and those waiting.",
+        _one(lambda s: s.stats.accepted),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_engine_requests_ended",
+        "Requests the engine took and ended, by reason.",
+        lambda s: [((reason,), s.stats.ended.get(reason, 0)) for reason in FINISHED_REASONS],
+        ("finished_reason",),
+    ),
     _Family(_COUNTER, "dflash_steps", "Engine steps.", _one(lambda s: s.stats.steps)),
     _Family(
         _COUNTER,

@@ -91,6 +91,7 @@ class Scheduler:
             return
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        self.stats.accepted += 1
         self.stats.prompt_tokens += request.prompt_len
 
     def abort(self, request_id: str) -> None:
@@ -387,8 +388,8 @@ class Scheduler:
 
     def snapshot(self) -> EngineStats:
         """The counters, with the gauges as of now."""
-        self.stats.running = len(self._running)
-        self.stats.waiting = len(self._waiting)
+        self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
+        self.stats.ended = self.stats.finished
         self.stats.pages_used = self.pool.used
         self.stats.pages_cached = self.pool.cached
         self.stats.policy = None if self.policy is None else self.policy.stats()

@@ -210,3 +210,22 @@ def test_gauges_follow_waiting_and_running_requests() -> None:
     assert (stats.running, stats.waiting) == (1, 2)
     assert stats.pages_used > 0
     assert stats.pages_total == 79
+
+
+def test_requests_taken_are_ended_running_or_waiting_in_every_snapshot() -> None:
+    bench = Bench()
+    for number in range(12):
+        bench.scheduler.submit(submit(f"r{number}", PROMPT, seed=number, max_tokens=4 + number))
+    seen = set()
+    for turn in range(60):
+        if turn in (1, 3, 5):
+            bench.scheduler.abort(f"r{turn * 2}")
+        stats = bench.scheduler.snapshot()
+        seen.add((stats.running > 0, stats.waiting > 0, bool(stats.ended)))
+        held = stats.running + stats.waiting
+        assert stats.accepted == sum(stats.ended.values()) + held
+        if not bench.scheduler.idle:
+            bench.step()
+    assert stats.accepted == 12
+    assert stats.ended["abort"] == 3
+    assert len(seen) > 2
