@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -28,17 +28,25 @@ from dflash_serve.bench.demo import DEMO_DRAFT, DEMO_TARGET
 from dflash_serve.bench.engines import random_prompts, requests
 from dflash_serve.bench.event_client import Stream, stream_all
 from dflash_serve.bench.machine import describe_machine
-from dflash_serve.bench.server import local_server
+from dflash_serve.bench.server import counter, local_server
 from dflash_serve.config import EngineConfig
 from dflash_serve.cores import usable_cores
 from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.executors import start_engine
 from dflash_serve.engine.messages import TokenEvent
 
-__all__ = ["LAYERS", "Load", "Row", "main", "measure", "summarise", "table"]
+__all__ = ["LAYERS", "Counters", "Load", "Row", "main", "measure", "summarise", "table"]
 
 LAYERS = ("inproc", "mp", "ray", "serve", "haproxy")
 _PROMPT_TOKENS = (16, 16)
+_EXPORTED = (
+    "steps",
+    "step_seconds",
+    "step_gap_seconds",
+    "engine_first_token_seconds",
+    "engine_first_tokens",
+)
+"""`Counters` as /metrics names them."""
 _MOST_IDS = 256
 """Prompts hold ids below this, which every vocabulary has."""
 
@@ -65,7 +73,8 @@ class Row:
     Attributes:
         tokens_per_second: of all streams together, from the first request to the last event.
         event_ms_p50, event_ms_p99: between two events of a stream, as the client gets them.
-        first_ms_p50: from a request to its first event.
+        first_ms_p50, first_ms: from a request to its first event, median and mean.
+        engine_first_ms: mean of the part of it that is spent in the engine.
         step_ms: mean time of an engine step.
         gap_ms: mean time from the end of a step to the launch of the next.
     """
@@ -78,8 +87,20 @@ class Row:
     event_ms_p50: float
     event_ms_p99: float
     first_ms_p50: float
+    first_ms: float
+    engine_first_ms: float
     step_ms: float
     gap_ms: float
+
+
+class Counters(NamedTuple):
+    """What an engine counts; see `EngineStats`."""
+
+    steps: float
+    step_seconds: float
+    gap_seconds: float
+    first_token_seconds: float
+    first_tokens: float
 
 
 class _Target(Protocol):
@@ -88,8 +109,8 @@ class _Target(Protocol):
     def run(self, load: Load, seed: int) -> list[Stream]:
         """Run a load; returns when its events came."""
 
-    def counters(self) -> tuple[float, float, float]:
-        """Steps, seconds in steps, and seconds between steps so far."""
+    def counters(self) -> Counters:
+        """The engine's counters so far."""
 
 
 class _Engine:
@@ -116,9 +137,8 @@ class _Engine:
             streams += found.values()
         return streams
 
-    def counters(self) -> tuple[float, float, float]:
-        stats = self._engine.stats
-        return stats.steps, stats.step_seconds, stats.gap_seconds
+    def counters(self) -> Counters:
+        return Counters(*(getattr(self._engine.stats, name) for name in Counters._fields))
 
 
 class _Server:
@@ -144,12 +164,8 @@ class _Server:
             "ignore_eos": True,
         }
 
-    def counters(self) -> tuple[float, float, float]:
-        from dflash_serve.bench.server import counter
-
-        names = ("dflash_steps", "dflash_step_seconds", "dflash_step_gap_seconds")
-        steps, seconds, gaps = (counter(self._url, f"{name}_total") for name in names)
-        return steps, seconds, gaps
+    def counters(self) -> Counters:
+        return Counters(*(counter(self._url, f"dflash_{name}_total") for name in _EXPORTED))
 
 
 def measure(layer: str, target: _Target, load: Load) -> Row:
@@ -157,20 +173,19 @@ def measure(layer: str, target: _Target, load: Load) -> Row:
     target.run(dataclasses.replace(load, rounds=1), seed=1_000_000)
     before = target.counters()
     streams = target.run(load, seed=load.concurrency)
-    steps, seconds, gaps = (b - a for a, b in zip(before, target.counters(), strict=True))
-    return summarise(layer, load, streams, (steps, seconds, gaps))
+    counted = Counters(*(b - a for a, b in zip(before, target.counters(), strict=True)))
+    return summarise(layer, load, streams, counted)
 
 
-def summarise(
-    layer: str, load: Load, streams: Sequence[Stream], counted: tuple[float, float, float]
-) -> Row:
+def summarise(layer: str, load: Load, streams: Sequence[Stream], counted: Counters) -> Row:
     """The figures of a run.
 
     Args:
         streams: each with at least one event.
-        counted: steps, seconds in steps and seconds between steps during the run.
+        counted: by the engine during the run.
     """
-    steps, in_steps, between = counted
+    firsts = [1000 * (s.events[0][0] - s.sent) for s in streams]
+    steps = max(counted.steps, 1)
     tokens = sum(count for stream in streams for _, count in stream.events)
     seconds = max(s.events[-1][0] for s in streams) - min(s.sent for s in streams)
     gaps = sorted(
@@ -186,19 +201,34 @@ def summarise(
         tokens_per_second=tokens / seconds,
         event_ms_p50=statistics.median(gaps),
         event_ms_p99=gaps[int(0.99 * (len(gaps) - 1))],
-        first_ms_p50=statistics.median(1000 * (s.events[0][0] - s.sent) for s in streams),
-        step_ms=1000 * in_steps / max(steps, 1),
-        gap_ms=1000 * between / max(steps, 1),
+        first_ms_p50=statistics.median(firsts),
+        first_ms=statistics.mean(firsts),
+        engine_first_ms=1000 * counted.first_token_seconds / max(counted.first_tokens, 1),
+        step_ms=1000 * counted.step_seconds / steps,
+        gap_ms=1000 * counted.gap_seconds / steps,
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
     made = Table(title="what each layer costs; times in ms")
-    for head in ("layer", "streams", "tok/s", "event p50", "p99", "first p50", "step", "gap"):
+    for head in (
+        "layer",
+        "streams",
+        "tok/s",
+        "event p50",
+        "p99",
+        "first",
+        "of it engine",
+        "step",
+        "gap",
+    ):
         made.add_column(head, justify="left" if head == "layer" else "right")
     for row in rows:
-        times = (row.event_ms_p50, row.event_ms_p99, row.first_ms_p50, row.step_ms, row.gap_ms)
+        times = (
+            *(row.event_ms_p50, row.event_ms_p99, row.first_ms, row.engine_first_ms),
+            *(row.step_ms, row.gap_ms),
+        )
         made.add_row(
             row.layer,
             str(row.concurrency),

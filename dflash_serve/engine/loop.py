@@ -8,6 +8,7 @@ import time
 from dflash_serve.config import EngineConfig
 from dflash_serve.engine.consensus import Ledger
 from dflash_serve.engine.guard import Guard
+from dflash_serve.engine.latency import Latencies
 from dflash_serve.engine.messages import (
     Abort,
     Command,
@@ -65,6 +66,7 @@ class EngineLoop:
         self._stopping = False
         self._read = time.perf_counter()
         self._settled: float | None = None
+        self._latencies = Latencies(scheduler.stats)
 
     def run(self) -> None:
         """Serve until a Shutdown command; then stop the followers.
@@ -93,6 +95,7 @@ class EngineLoop:
         # Only when nothing else is to be done is a follower's answer worth waiting for.
         events = self._release(_ECHO_WAIT_S if idle and not commands else 0.0)
         traces = self._ledger.take_traces()
+        self._latencies.leaving(events)
         if commands or busy or events or traces:
             stats = self._scheduler.snapshot()
             self._mailbox.send(Report(events=events, stats=stats, traces=traces))
@@ -156,6 +159,7 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         match command:
             case Submit():
+                self._latencies.arrived(command.request_id)
                 self._scheduler.submit(command)
             case Abort(request_id):
                 self._scheduler.abort(request_id)

@@ -143,6 +143,9 @@ class EngineStats(msgspec.Struct):
         ended: requests that were taken and have ended, by reason.
         gap_seconds: time in which requests were running and no step was: from the end of one to the
             launch of the next. Nothing is added where steps are launched ahead.
+        first_token_seconds, first_tokens: sum and number of the times from a request's arrival in
+            rank 0 to its first token's departure.
+        request_seconds, requests_timed: the same to its end, where that was its own.
         consensus_steps: steps on which several ranks agreed before their tokens were sent.
         consensus_mismatches: steps on which they did not, which ends the engine.
     """
@@ -164,6 +167,10 @@ class EngineStats(msgspec.Struct):
     ended: dict[str, int] = {}
     step_seconds: float = 0.0
     gap_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    first_tokens: int = 0
+    request_seconds: float = 0.0
+    requests_timed: int = 0
     by_length: dict[int, LengthStats] = {}
     replayed_steps: int = 0
     eager_steps: int = 0

@@ -204,6 +204,30 @@ _FAMILIES = (
     ),
     _Family(
         _COUNTER,
+        "dflash_engine_first_token_seconds",
+        "Sum of the times from a request's arrival in rank 0 to its first token.",
+        _one(lambda s: s.stats.first_token_seconds),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_engine_first_tokens",
+        "Requests in dflash_engine_first_token_seconds.",
+        _one(lambda s: s.stats.first_tokens),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_engine_request_seconds",
+        "Sum of the times from a request's arrival in rank 0 to its end, where that was its own.",
+        _one(lambda s: s.stats.request_seconds),
+    ),
+    _Family(
+        _COUNTER,
+        "dflash_engine_requests_timed",
+        "Requests in dflash_engine_request_seconds.",
+        _one(lambda s: s.stats.requests_timed),
+    ),
+    _Family(
+        _COUNTER,
         "dflash_spec_drafts",
         "Blocks verified, by rows verified per step.",
         _per_length(lambda part: part.drafts),
