@@ -11,7 +11,7 @@ import yaml
 from dflash_serve.errors import ConfigError
 from dflash_serve.serve import local, sample
 from dflash_serve.serve.processes import await_exit, descendants
-from dflash_serve.serve.validate import BUILDER
+from dflash_serve.serve.validate import BUILDER, MODEL_BUILDER
 from tests.tiny import VALID_VOCAB, make_pair
 
 from .conftest import free_port, write_tokenizer
@@ -104,14 +104,23 @@ def stats(by_length):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_serves_answers_and_leaves_nothing_after_ctrl_c(config, tmp_path):
+def test_serves_every_model_answers_and_leaves_nothing_after_ctrl_c(config, tmp_path):
     pair = make_pair(tmp_path / "pair")
     write_tokenizer(Path(pair.target), VALID_VOCAB)
     raw = yaml.safe_load(config.read_text())
     engine = {"target": pair.target, "draft": pair.draft, "device": "cpu"}
-    raw["applications"][0]["args"] = {"model": "tiny", "engine": engine}
+    wide = {"model": "wide", "engine": engine | {"tensor_parallel_size": 2}, "rank_cpus": 0.5}
+    raw["applications"][0]["args"] = {"models": [wide, {"model": "other", "application": "b"}]}
+    raw["applications"].append(
+        {
+            "name": "b",
+            "route_prefix": None,
+            "import_path": MODEL_BUILDER,
+            "args": {"model": "other", "engine": engine},
+        }
+    )
     config.write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-m", "dflash_serve.serve.local", "--tp", "2"]
+    command = [sys.executable, "-m", "dflash_serve.serve.local"]
     command += ["--config", str(config), "--port", str(free_port())]
     # In a group of its own, as a shell would start it: Ctrl-C reaches Ray's processes too.
     with subprocess.Popen(
@@ -127,7 +136,7 @@ def test_serves_answers_and_leaves_nothing_after_ctrl_c(config, tmp_path):
         lines += server.stdout
         assert server.wait(timeout=60) == 0, "".join(lines)
     text = "".join(lines)
-    assert "tiny (tp 2) is ready after" in text
+    assert "wide (tp 2), other (tp 1) are ready after" in text
     assert "curl -N http://127.0.0.1:" in text
     assert "tokens per verify step" in text
     assert text.rstrip().endswith("serve: stopped")
