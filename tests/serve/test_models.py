@@ -49,9 +49,10 @@ def model(pairs, name, **changes):
     } | changes
 
 
-def config(pairs, port, **changes):
+def config(pairs, port, front=None, **changes):
     """A file with both models; `changes` are those of the one that stands alone."""
-    front = {"models": [model(pairs, "small"), {"model": "wide", "application": "wide"}]}
+    models = [model(pairs, "small"), {"model": "wide", "application": "wide"}]
+    front = {"models": models} | (front or {})
     own = model(pairs, "wide", **changes)
     return {
         "proxy_location": "HeadOnly",
@@ -122,11 +123,17 @@ def replicas(url):
     return {replica["model"]: replica for replica in found}
 
 
+def ingress_actors():
+    """Ids of the ingress' actors."""
+    found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    names = [name for name in found if "front#Ingress#" in name]
+    return [ray.get_actor(name, namespace="serve")._actor_id.hex() for name in names]
+
+
 def ingress_actor():
     """Id of the one ingress' actor."""
-    found = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
-    (name,) = [name for name in found if "front#Ingress#" in name]
-    return ray.get_actor(name, namespace="serve")._actor_id.hex()
+    (actor,) = ingress_actors()
+    return actor
 
 
 def test_each_model_answers_with_its_own_ids(deployed, expected):
@@ -197,3 +204,16 @@ def test_a_model_is_deployed_again_without_a_new_ingress_and_no_request_fails(de
     assert after["wide"]["config"]["gang_failures"] == 7
     assert after["small"]["replica"] == before["small"]["replica"]
     assert ingress_actor() == ingress
+
+
+def test_an_ingress_is_replaced_and_no_request_fails(deployed, expected):
+    url, redeploy = deployed
+    before = ingress_actor()
+    loads = {name: Load(url, name) for name in SIZES}
+    redeploy(front={"resume_attempts": 9}, gang_failures=7)
+    until(lambda: ingress_actors() and before not in ingress_actors(), "another ingress", 120)
+    until(lambda: ready(url), "both models run", 120)
+    for name, load in loads.items():
+        answers = load.stop()
+        assert answers
+        assert all(ids_of(answer) == expected[name] for answer in answers)
