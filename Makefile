@@ -9,7 +9,7 @@ DEMO_WHEELS := $(VENV)/demo
 PYTEST := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-gpu test-gpu-demo chaos lint format bench manifests clean
+.PHONY: help install demo serve test test-all test-gpu test-gpu-demo chaos multihost lint format bench manifests clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,9 @@ test-gpu-demo:  ## those with the demo pair too; its target must be prepared (`m
 chaos: install  ## kill, stop and break parts of a deployment under load; ROUNDS=3, OTHER=2, FAULTS=rank0,proxy
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(OTHER),--rounds-other $(OTHER)) $(if $(FAULTS),--faults $(FAULTS)) \
 		$(if $(OUTPUT),--output $(OUTPUT))
+
+multihost: install  ## cut a host off under load; two hosts as network namespaces, as root
+	$(BIN)/python -m tests.multihost $(if $(OUTPUT),--output $(OUTPUT))
 
 $(DEMO_WHEELS)/humaneval.jsonl: $(VENV)/installed
 	mkdir -p $(DEMO_WHEELS)

@@ -1,0 +1,206 @@
+"""A host is cut off in the middle of requests: with another to go to, and without.
+
+    python -m tests.multihost [--clients 8] [--output multihost.json]
+
+Sets up a head and two hosts as network namespaces, which takes root, and a Ray over them with one
+replica at tp 2. Ends with 1 when a request was lost that had a host to go to, or ended without a
+word where there was none. How soon a silent host counts as dead is for Ray to say, and can be
+tried here: RAY_health_check_period_ms, RAY_health_check_timeout_ms and
+RAY_health_check_failure_threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.clients import Answer, Load, Record
+from tests.chaos.cluster import until
+
+from .cluster import HostCluster
+from .hosts import Hosts, make_hosts
+
+__all__ = ["main"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_HOSTS = 2
+_BEGUN_TIMEOUT_S = 60.0
+_BACK_TIMEOUT_S = 240.0
+_FREED_TIMEOUT_S = 120.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.multihost", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--clients", type=int, default=8, help="streams at a time")
+    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--keep", action="store_true", help="keep Ray's logs")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.inside is not None:
+        return _inside(options)
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [sys.executable, "-m", "tests.multihost", *given]
+    try:
+        with make_hosts(_HOSTS) as hosts:
+            command = [*words, "--inside", hosts.prefix]
+            return subprocess.run(hosts.inside(0, command), cwd=_ROOT).returncode
+    except PermissionError as error:
+        parser.error(str(error))
+
+
+def _inside(options: argparse.Namespace) -> int:
+    """All that runs on the head, in its namespace."""
+    folder = Path(tempfile.mkdtemp(prefix="dfm-"))
+    os.environ |= {
+        "TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+        # What the head would make up, and the other hosts could not know.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    tempfile.tempdir = None
+    try:
+        found = _run(Hosts(options.inside, _HOSTS), folder, options.clients)
+    finally:
+        if options.keep:
+            print(f"logs are in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    Console(width=None if sys.stdout.isatty() else 200).print(_table(found))
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(entry["broken"] for entry in found) else 0
+
+
+def _run(hosts: Hosts, folder: Path, clients: int) -> list[dict[str, Any]]:
+    from tests.chaos.bodies import make_bodies, undisturbed
+    from tests.serve.conftest import write_tokenizer
+    from tests.tiny import VOCAB, make_pair
+
+    pair = make_pair(folder / "pair")
+    write_tokenizer(Path(pair.target), VOCAB)
+    with HostCluster(hosts, pair, folder) as cluster:
+        cluster.deploy()
+        bodies = make_bodies(cluster.url)
+        expected = undisturbed(cluster.url, bodies)
+        found = []
+        for spare in (True, False):
+            load = Load(cluster.url, bodies, clients)
+            found.append(_cut_one(hosts, cluster, load, clients, expected, spare=spare))
+        return found
+
+
+def _cut_one(
+    hosts: Hosts,
+    cluster: HostCluster,
+    load: Load,
+    clients: int,
+    expected: Sequence[Answer],
+    *,
+    spare: bool,
+) -> dict[str, Any]:
+    """Cut off the host that serves, so that a spare one takes over, or all of them."""
+    entry: dict[str, Any] = {"what": "another host is free" if spare else "no host is left"}
+    try:
+        until(lambda: len(load.running()) == clients, "all streams run", _BEGUN_TIMEOUT_S)
+        time.sleep(1.0)
+        home = cluster.serving()
+        if home is None:
+            raise RuntimeError("streams run, and no replica says that it serves")
+        at = time.monotonic()
+        for number in [home] if spare else hosts.numbers:
+            hosts.cut(number)
+        if spare:
+            others = [number for number in hosts.numbers if number != home]
+            back = _seconds(lambda: cluster.serving() in others, at, _BACK_TIMEOUT_S)
+            entry["served_elsewhere_s"] = back
+    finally:
+        if not spare:
+            load.hold()
+        records = load.finish()
+    entry |= _judge(records, expected, at, spare=spare)
+    if spare:
+        hosts.mend(home)
+        mended = time.monotonic()
+        gone = _seconds(lambda: not cluster.engine_processes(home), mended, _FREED_TIMEOUT_S)
+        entry["freed_after_mending_s"] = gone
+        if gone is None:
+            entry["broken"].append("processes of the old replica live on")
+    return entry
+
+
+def _seconds(condition: Callable[[], bool], since: float, timeout_s: float) -> float | None:
+    try:
+        until(condition, "", timeout_s, poll_s=0.2)
+    except TimeoutError:
+        return None
+    return time.monotonic() - since
+
+
+def _judge(
+    records: Sequence[Record], expected: Sequence[Answer], at: float, *, spare: bool
+) -> dict[str, Any]:
+    ends = Counter(str(record.end) for record in records)
+    hit = [record for record in records if record.running_at(at)]
+    finished = [record for record in records if record.end == "finished"]
+    differ = sum(record.answer != expected[record.body] for record in finished)
+    broken = [f"{differ} answers differ"] if differ else []
+    lost = len(records) - ends["finished"]
+    if spare and lost:
+        broken.append(f"{lost} requests lost")
+    if not spare and ends["failed"] != len(hit):
+        broken.append(f"{ends['failed']} of {len(hit)} streams ended with an error event")
+    waits = sorted(r.pause_after(at) if spare else r.ended - at for r in hit)
+    details = Counter(r.detail for r in records if r.end != "finished")
+    return {
+        "hit": len(hit),
+        "ends": dict(ends),
+        "differ": differ,
+        "waits_s": waits,
+        "details": dict(details),
+        "broken": broken,
+    }
+
+
+def _table(found: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="a host is cut off", caption="seconds")
+    table.add_column("while")
+    names = ("hit", "finished", "failed", "cut", "refused", "differ")
+    for name in (*names, "wait p50", "wait max", "served elsewhere", "freed after mending"):
+        table.add_column(name, justify="right")
+    table.add_column("kept")
+    for entry in found:
+        ends, waits = entry["ends"], entry["waits_s"]
+        counts = [entry["hit"], *(ends.get(n, 0) for n in names[1:-1]), entry["differ"]]
+        times = [statistics.median(waits) if waits else None, max(waits, default=None)]
+        times += [entry.get("served_elsewhere_s"), entry.get("freed_after_mending_s")]
+        shown = ["-" if t is None else f"{t:.1f}" for t in times]
+        kept = "; ".join(entry["broken"]) or "yes"
+        table.add_row(entry["what"], *map(str, counts), *shown, kept)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

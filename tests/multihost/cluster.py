@@ -1,0 +1,181 @@
+"""A Ray over several hosts with one replica on one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.api.protocol import ReplicaStatus
+from dflash_serve.serve.processes import await_exit, descendants, kill
+from dflash_serve.serve.settings import ServeSettings
+from tests.chaos.cluster import MODEL, until
+from tests.tiny import TinyPair
+
+from .hosts import HEAD_ADDRESS, Hosts
+
+__all__ = ["QUEUE_TIMEOUT_S", "TP", "HostCluster"]
+
+TP = 2
+QUEUE_TIMEOUT_S = 60.0
+_RAY_PORT = 6379
+_HTTP_PORT = 8000
+_CPUS = {"head": 1, "host": 4}
+"""Logical; a replica (2.5) fits on a host and not on the head, and two do not fit on one host."""
+_START_TIMEOUT_S = 240.0
+_STATUS_TIMEOUT_S = 10.0
+
+
+class HostCluster:
+    """Ray's head in this process's namespace, one node on each host; a context manager.
+
+    Args:
+        pair: with a tokenizer beside the target.
+        folder: for what Ray writes; with a short name.
+    """
+
+    def __init__(self, hosts: Hosts, pair: TinyPair, folder: Path) -> None:
+        self._hosts = hosts
+        self._pair = pair
+        self._folder = folder
+        self._backend: Any = None
+        self._loop = asyncio.new_event_loop()
+        self.url = f"http://127.0.0.1:{_HTTP_PORT}"
+
+    def __enter__(self) -> HostCluster:
+        threading.Thread(target=self._loop.run_forever, name="asks", daemon=True).start()
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        import ray
+
+        processes = descendants(os.getpid())
+        ray.shutdown()
+        kill(processes)
+        await_exit(processes, _STATUS_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _start(self) -> None:
+        import ray
+        from ray import serve
+
+        address = f"{HEAD_ADDRESS}:{_RAY_PORT}"
+        head = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false"]
+        self._start_node(0, [*head, f"--num-cpus={_CPUS['head']}"])
+        until(_listens, "Ray's head", _START_TIMEOUT_S)
+        for number in self._hosts.numbers:
+            self._start_node(number, [f"--address={address}", f"--num-cpus={_CPUS['host']}"])
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        nodes = len(self._hosts.numbers) + 1
+        until(lambda: len(_alive()) == nodes, f"{nodes} nodes", _START_TIMEOUT_S)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": _HTTP_PORT},
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+
+    def deploy(self) -> None:
+        """Put one replica of `TP` ranks behind an ingress that stands on the head."""
+        from ray import serve
+
+        from dflash_serve.serve.app import assemble
+        from dflash_serve.serve.ingress import HandleBackend
+        from dflash_serve.serve.journal import ResumeLimits
+
+        serve.run(assemble(self._settings()), name="dflash", route_prefix="/")
+        handle = serve.get_deployment_handle("Replica", "dflash")
+        limits = ResumeLimits(attempts=1, wait_s=1.0, total_s=1.0)
+        self._backend = HandleBackend({MODEL: handle}, limits)
+        until(lambda: self.serving() is not None, "a replica serves", _START_TIMEOUT_S)
+
+    def _settings(self) -> ServeSettings:
+        engine = {
+            "target": self._pair.target,
+            "draft": self._pair.draft,
+            "tensor_parallel_size": TP,
+            "device": "cpu",
+            "dtype": "float32",
+            "threads": 1,
+            "max_model_len": 512,
+        }
+        return ServeSettings(
+            model=MODEL,
+            engine=engine,  # type: ignore[arg-type]
+            rank_cpus=1.0,
+            ingress_cpus=0.5,
+            replica_cpus=0.5,
+            queue_timeout_s=QUEUE_TIMEOUT_S,
+            graceful_shutdown_timeout_s=5.0,
+            resume_attempts=10,
+        )
+
+    def serving(self) -> int | None:
+        """The host on which the replica serves, or None."""
+        try:
+            statuses = self._statuses()
+        except TimeoutError:
+            return None
+        ranks = [
+            rank["pid"] for s in statuses if s.state == "serving" for rank in s.config["ranks"]
+        ]
+        return self._hosts.host_of(ranks[0]) if ranks else None
+
+    def engine_processes(self, number: int) -> set[int]:
+        """Processes of replicas and ranks on a host."""
+        found = set()
+        for pid in descendants(os.getpid()):
+            title = _title(pid)
+            ours = title.startswith(("ray::RankActor", "ray::ServeReplica:dflash:Replica"))
+            if ours and self._hosts.host_of(pid) == number:
+                found.add(pid)
+        return found
+
+    def _statuses(self) -> list[ReplicaStatus]:
+        call = self._backend.status()
+        found = asyncio.run_coroutine_threadsafe(call, self._loop).result(_STATUS_TIMEOUT_S)
+        return list(found)
+
+    def _start_node(self, number: int, options: list[str]) -> None:
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--block",
+            "--disable-usage-stats",
+            f"--node-ip-address={self._hosts.address(number)}",
+            "--object-store-memory=100000000",
+            f"--temp-dir={self._folder / f'n{number}'}",
+            *options,
+        ]
+        log = (self._folder / f"node-{number}.log").open("wb")
+        subprocess.Popen(self._hosts.inside(number, command), stdout=log, stderr=log)
+
+
+def _listens() -> bool:
+    try:
+        with socket.create_connection((HEAD_ADDRESS, _RAY_PORT), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def _alive() -> list[Any]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,30 @@
+"""Hosts of their own addresses: what a cut cable costs. Takes root and network namespaces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .hosts import require_namespaces
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_requests_outlive_the_host_they_ran_on_or_end_with_an_error_event(tmp_path):
+    try:
+        require_namespaces()
+    except PermissionError as error:
+        pytest.skip(str(error))
+    output = tmp_path / "multihost.json"
+    command = [sys.executable, "-m", "tests.multihost", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    assert done.returncode == 0, done.stdout + done.stderr
+    spare, none = json.loads(output.read_text())
+    assert spare["ends"] == {"finished": spare["hit"]}
+    assert spare["hit"] == 8
+    assert spare["differ"] == 0
+    assert none["ends"] == {"failed": 8}
