@@ -1,4 +1,4 @@
-"""Command line: serve · generate · bench · roofline · check · replay."""
+"""Command line: serve · generate · bench · roofline · check · replay · trace."""
 
 from __future__ import annotations
 
@@ -376,6 +376,20 @@ def replay_command(
             markup=False,
         )
         raise typer.Exit(1)
+
+
+@app.command("trace")
+@_reported
+def trace_command(
+    steps: Annotated[int, typer.Argument(min=1, help="Steps to profile.")],
+    url: Annotated[str, typer.Option(help="The server's.")] = "http://127.0.0.1:8000",
+    output: Annotated[Path | None, typer.Option(help="Copy the files here, on one host.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 60.0,
+) -> None:
+    """Profile a busy replica of a server with admin: true: a Chrome trace a rank, on its host."""
+    from dflash_serve.api.remote import trace_paths
+
+    _out.print("\n".join(trace_paths(url, steps, timeout, output)), markup=False, soft_wrap=True)
 
 
 def main() -> None:

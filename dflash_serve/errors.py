@@ -6,7 +6,9 @@
     │   ├── PairError          a target and a draft that do not belong together
     │   └── CapacityError      a memory budget too small for the model
     ├── RequestError           a request the server must refuse (HTTP 400); names the field
-    │   └── ModelNotFoundError an unknown model name (HTTP 404)
+    │   ├── ModelNotFoundError an unknown model name (HTTP 404)
+    │   ├── ConflictError      what is asked for is being done already (HTTP 409)
+    │   └── ForbiddenError     what the operator has not switched on (HTTP 403)
     ├── OverloadedError        no room now, try again later (HTTP 429)
     ├── ConsensusError         the ranks committed different tokens; ends the engine
     ├── EngineDeadError        a rank died or the engine stopped (HTTP 503)
@@ -22,10 +24,12 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "ConflictError",
     "ConsensusError",
     "DFlashError",
     "EngineDeadError",
     "EngineStalledError",
+    "ForbiddenError",
     "ModelNotFoundError",
     "OverloadedError",
     "PairError",
@@ -69,6 +73,14 @@ class RequestError(DFlashError, ValueError):
 
 class ModelNotFoundError(RequestError):
     """A model name this server does not serve."""
+
+
+class ConflictError(RequestError):
+    """What is asked for is being done already; try again when that is over."""
+
+
+class ForbiddenError(RequestError):
+    """What the operator has not switched on."""
 
 
 class OverloadedError(DFlashError):

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from dflash_serve import __version__
+from dflash_serve.api.admin import admin_routes
 from dflash_serve.api.boundary import Boundary, read_object
 from dflash_serve.api.failures import JSONBody, describe, from_status
 from dflash_serve.api.info import server_info
@@ -54,12 +55,16 @@ CLIENT_GONE_STATUS = 499
 logger = get_logger(__name__)
 
 
-def create_app(backend: Backend, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    backend: Backend, *, max_body_bytes: int = MAX_BODY_BYTES, admin: bool = False
+) -> FastAPI:
     """The application; calls no method of the backend before the first request.
 
     Args:
         backend: serves the requests.
         max_body_bytes: longer request bodies are refused with 413.
+        admin: serve /admin; otherwise those paths answer 403. They have no key of their own: switch
+            them on only where whoever reaches the port may operate the server.
     """
     routes = _Routes(backend, max_body_bytes)
     # The documentation pages would load scripts from elsewhere; /openapi.json stays.
@@ -79,6 +84,7 @@ def create_app(backend: Backend, *, max_body_bytes: int = MAX_BODY_BYTES) -> Fas
         ("/v1/chat/completions", routes.chat_completions),
     ):
         app.add_api_route(path, post, methods=["POST"], response_model=None)
+    app.include_router(admin_routes(backend, max_body_bytes, enabled=admin))
     app.add_exception_handler(DFlashError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)

@@ -9,9 +9,11 @@ import msgspec
 from starlette.responses import Response
 
 from dflash_serve.errors import (
+    ConflictError,
     DFlashError,
     EngineDeadError,
     EngineStalledError,
+    ForbiddenError,
     ModelNotFoundError,
     OverloadedError,
     RequestError,
@@ -109,6 +111,10 @@ def _classify(error: DFlashError) -> tuple[int, str, str | None]:
             return 413, "invalid_request_error", "request_too_large"
         case RepeatedRequestError():
             return 409, "invalid_request_error", "request_running"
+        case ConflictError():
+            return 409, "invalid_request_error", "conflict"
+        case ForbiddenError():
+            return 403, "permission_error", "forbidden"
         case RequestError():
             return 400, "invalid_request_error", None
         case OverloadedError():

@@ -13,9 +13,19 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from dflash_serve.engine.messages import EngineInfo, EngineStats
+from dflash_serve.errors import RequestError
 from dflash_serve.sampling import SamplingParams
 
-__all__ = ["Backend", "Delta", "GenerationRequest", "ReplicaState", "ReplicaStatus"]
+__all__ = [
+    "MOST_TRACE_SECONDS",
+    "Backend",
+    "Delta",
+    "GenerationRequest",
+    "ReplicaState",
+    "ReplicaStatus",
+    "TraceFiles",
+    "TraceRequest",
+]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +104,52 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     start_seconds: dict[str, float] = {}
 
 
+MOST_TRACE_SECONDS = 600.0
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Profile the next steps of one replica.
+
+    Attributes:
+        steps: how many; the engine says how many at most.
+        timeout_s: how long to wait for so many steps and for the files.
+        model, replica: which one; left out: whichever has the most requests.
+    """
+
+    steps: int
+    timeout_s: float = 60.0
+    model: str = ""
+    replica: str = ""
+
+    def validate(self) -> None:
+        """Check what does not depend on the engine.
+
+        Raises:
+            RequestError: names the field, and what is allowed.
+        """
+        if self.steps < 1:
+            raise RequestError(f"steps is {self.steps}; allowed: 1 or more", "steps")
+        if not 0 < self.timeout_s <= MOST_TRACE_SECONDS:
+            raise RequestError(
+                f"timeout_s is {self.timeout_s}; allowed: above 0, at most "
+                f"{MOST_TRACE_SECONDS:.0f}",
+                "timeout_s",
+            )
+
+
+class TraceFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Traces that were written.
+
+    Attributes:
+        host, replica: whose disk they are on, and who wrote them.
+        paths: a Chrome trace for every rank, in their order.
+    """
+
+    host: str
+    replica: str
+    paths: list[str]
+
+
 class Backend(Protocol):
     """What the HTTP application needs; a local engine or Ray Serve handles implement it."""
 
@@ -117,6 +173,15 @@ class Backend(Protocol):
 
     def may_sleep(self, model: str) -> bool:
         """Whether a model without any replica is in order: the next request starts one."""
+
+    async def trace(self, order: TraceRequest) -> TraceFiles:
+        """Profile the next steps of one replica.
+
+        Raises:
+            ConflictError: that replica is being traced (HTTP 409).
+            RequestError: the order is out of range, or names nobody (HTTP 400).
+            EngineDeadError: the engine died, or there is none (HTTP 503).
+        """
 
     async def check_health(self) -> None:
         """Pass when every model can make progress.

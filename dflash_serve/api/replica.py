@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from dflash_serve.api.admin import busiest
 from dflash_serve.api.codec import TextCodec
-from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
+from dflash_serve.api.protocol import (
+    Delta,
+    GenerationRequest,
+    ReplicaStatus,
+    TraceFiles,
+    TraceRequest,
+)
 from dflash_serve.api.stops import StopBuffer
 from dflash_serve.engine.messages import EngineInfo, EngineStats, Submit, TokenEvent
 from dflash_serve.errors import (
@@ -57,6 +65,9 @@ class Engine(Protocol):
 
     def check_health(self) -> None:
         """Raise when the engine makes no progress."""
+
+    def trace(self, steps: int, *, timeout_s: float) -> list[str]:
+        """Profile the next steps, blocking; returns a file's path for every rank."""
 
 
 class TextEngine:
@@ -168,6 +179,18 @@ class TextEngine:
             EngineDeadError, EngineStalledError: as the engine says.
         """
         self._engine.check_health()
+
+    async def trace(self, order: TraceRequest) -> TraceFiles:
+        """Profile the engine's next steps.
+
+        Raises:
+            ConflictError: another trace is being taken.
+            RequestError: the order is out of range, or so many steps did not come in time.
+            EngineDeadError: the engine is dead, or died meanwhile.
+        """
+        order.validate()
+        paths = await asyncio.to_thread(self._engine.trace, order.steps, timeout_s=order.timeout_s)
+        return TraceFiles(host=socket.gethostname(), replica=self._replica, paths=paths)
 
     # -- admission --------------------------------------------------------------------------
 
@@ -347,6 +370,15 @@ class LocalBackend:
     def may_sleep(self, model: str) -> bool:
         """Never: the engines are here from the start."""
         return False
+
+    async def trace(self, order: TraceRequest) -> TraceFiles:
+        """Profile the engine that the order names, or the busiest.
+
+        Raises:
+            DFlashError: as `TextEngine.trace`.
+        """
+        chosen = busiest(await self.status(), order)
+        return await self._engines[chosen.model].trace(order)
 
     async def check_health(self) -> None:
         """Pass when every engine makes progress.

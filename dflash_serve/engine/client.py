@@ -27,7 +27,7 @@ from dflash_serve.engine.messages import (
     Trace,
     Traced,
 )
-from dflash_serve.errors import DFlashError, EngineDeadError, EngineStalledError, RequestError
+from dflash_serve.errors import ConflictError, DFlashError, EngineDeadError, RequestError
 from dflash_serve.log import get_logger
 
 __all__ = ["EngineClient", "Executor", "Port"]
@@ -184,13 +184,13 @@ class EngineClient:
 
         Raises:
             EngineDeadError: the engine is dead, or died meanwhile.
-            RequestError: `steps` is out of range, another trace is being taken, not enough steps
-                came, or a rank could not write its file.
+            ConflictError: another trace is being taken.
+            RequestError: `steps` is out of range, not enough came, or a file cannot be written.
         """
         if not 1 <= steps <= _MOST_TRACED:
             raise RequestError(f"steps is {steps}; allowed: 1 to {_MOST_TRACED}", "steps")
         if not self._tracing.acquire(blocking=False):
-            raise RequestError("a trace is being taken already; wait for its end", "steps")
+            raise ConflictError("a trace is being taken already; wait for its end", "steps")
         try:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
@@ -229,7 +229,7 @@ class EngineClient:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if self.step_age_s > self._hang_timeout_s:
-            raise EngineStalledError(
+            raise errors.EngineStalledError(
                 f"{self.outstanding} requests are pending and no step has completed for "
                 f"{self.step_age_s:.1f} s (limit {self._hang_timeout_s} s)"
             )

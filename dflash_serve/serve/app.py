@@ -86,6 +86,7 @@ def _ingress_arguments(settings: ServeSettings) -> IngressArguments:
             wait_s=settings.queue_timeout_s,
             total_s=settings.request_timeout_s,
         ),
+        admin=settings.admin,
     )
 
 

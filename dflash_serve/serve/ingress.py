@@ -17,7 +17,13 @@ from ray.serve.exceptions import (
 )
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
+from dflash_serve.api.protocol import (
+    Delta,
+    GenerationRequest,
+    ReplicaStatus,
+    TraceFiles,
+    TraceRequest,
+)
 from dflash_serve.errors import (
     DFlashError,
     EngineDeadError,
@@ -32,6 +38,7 @@ from dflash_serve.serve.resume import Resumer
 from dflash_serve.serve.room import ROOM, Room
 from dflash_serve.serve.senders import own_actor_name
 from dflash_serve.serve.settings import REPLICA
+from dflash_serve.serve.tracing import trace_one
 
 __all__ = ["HandleBackend", "Ingress", "IngressArguments", "translate_error"]
 
@@ -112,6 +119,10 @@ class HandleBackend:
     def may_sleep(self, model: str) -> bool:
         """Whether the model is scaled to zero while nobody asks for it."""
         return model in self._sleepers
+
+    async def trace(self, order: TraceRequest) -> TraceFiles:
+        """Profile one replica's next steps; see `trace_one`."""
+        return await trace_one(self._handles, await self.status(), order)
 
     async def check_health(self) -> None:
         """Pass when every model has a replica that makes progress, or may have none and has none.
@@ -228,12 +239,14 @@ class IngressArguments:
         applications: by model, the application of those whose replicas are not in this one.
         sleepers: models that may have no replica while nobody asks for them.
         limits: how long a request is held on to.
+        admin: serve /admin.
     """
 
     models: tuple[str, ...]
     applications: Mapping[str, str]
     sleepers: tuple[str, ...]
     limits: ResumeLimits
+    admin: bool = False
 
 
 class Ingress:
@@ -254,6 +267,7 @@ class Ingress:
             for model, application in arguments.applications.items()
         }
         found = {**handles, **elsewhere}
+        self._admin = arguments.admin
         self._backend = HandleBackend(
             {model: found[model] for model in arguments.models},
             arguments.limits,
@@ -264,4 +278,4 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         from dflash_serve.api.app import create_app
 
-        return create_app(self._backend)
+        return create_app(self._backend, admin=self._admin)

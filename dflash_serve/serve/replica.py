@@ -114,6 +114,16 @@ class Replica:
             )
         )
 
+    async def trace(self, order: bytes) -> bytes | None:
+        """Profile the next steps, as `wire.decode_order` says; None where another is meant."""
+        wanted = wire.decode_order(order)
+        if wanted.replica != self._name:
+            return None
+        try:
+            return wire.encode_traced(await self._text.trace(wanted))
+        except DFlashError as error:
+            return wire.encode_traced(error)
+
     def record_routing_stats(self) -> dict[str, float]:
         """Serve's hook for routers: the fields of a `LoadReport`."""
         stats, info = self._engine.stats, self._engine.info

@@ -97,6 +97,15 @@ class RestartingEngine:
         self.require_running()
         return self._engine.stream(submit)
 
+    def trace(self, steps: int, *, timeout_s: float) -> list[str]:
+        """Profile the gang there is; see `EngineClient.trace`.
+
+        Raises:
+            UnavailableError: there is none now.
+        """
+        self.require_running()
+        return self._engine.trace(steps, timeout_s=timeout_s)
+
     # -- state ------------------------------------------------------------------------------
 
     @property

@@ -179,6 +179,8 @@ class ServeSettings(_Watched):
         request_timeout_s: seconds a whole request may take.
         resume_attempts: how often a request whose replica or rank died is given to another
             engine, from where it stopped, before the client gets an error.
+        admin: answer POST /admin/trace. It asks for no key: switch it on only where whoever
+            reaches the HTTP port may operate the server.
     """
 
     models: tuple[_Entry, ...]
@@ -187,6 +189,7 @@ class ServeSettings(_Watched):
     queue_timeout_s: float = Field(default=120.0, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
     resume_attempts: int = Field(default=5, ge=0)
+    admin: bool = False
 
     @model_validator(mode="before")
     @classmethod

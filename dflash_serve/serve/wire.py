@@ -9,17 +9,27 @@ from __future__ import annotations
 import msgspec
 
 from dflash_serve import errors
-from dflash_serve.api.protocol import Delta, GenerationRequest, ReplicaStatus
+from dflash_serve.api.protocol import (
+    Delta,
+    GenerationRequest,
+    ReplicaStatus,
+    TraceFiles,
+    TraceRequest,
+)
 from dflash_serve.errors import DFlashError, OverloadedError, RequestError, UnavailableError
 
 __all__ = [
     "decode_delta",
+    "decode_order",
     "decode_request",
     "decode_status",
+    "decode_traced",
     "encode_delta",
     "encode_error",
+    "encode_order",
     "encode_request",
     "encode_status",
+    "encode_traced",
     "unable_replica",
 ]
 
@@ -32,6 +42,13 @@ class _Failure(msgspec.Struct, omit_defaults=True):
     replica: str | None = None
 
 
+class _Traced(msgspec.Struct, omit_defaults=True):
+    """What came of a trace."""
+
+    files: TraceFiles | None = None
+    failure: _Failure | None = None
+
+
 class _Item(msgspec.Struct, omit_defaults=True):
     """One element of a stream: a delta or the error that ends it."""
 
@@ -42,6 +59,8 @@ class _Item(msgspec.Struct, omit_defaults=True):
 _encoder = msgspec.msgpack.Encoder()
 _request = msgspec.msgpack.Decoder(GenerationRequest)
 _item = msgspec.msgpack.Decoder(_Item)
+_order = msgspec.msgpack.Decoder(TraceRequest)
+_traced = msgspec.msgpack.Decoder(_Traced)
 _status = msgspec.msgpack.Decoder(ReplicaStatus)
 
 
@@ -66,14 +85,17 @@ def encode_error(error: DFlashError, unable: str | None = None) -> bytes:
     Args:
         unable: the replica that sends it, where it can take no request for the time being.
     """
-    failure = _Failure(
+    return _encoder.encode(_Item(failure=_failure(error, unable)))
+
+
+def _failure(error: DFlashError, unable: str | None = None) -> _Failure:
+    return _Failure(
         kind=type(error).__name__,
         message=str(error),
         param=getattr(error, "param", None),
         retry_after_s=getattr(error, "retry_after_s", 1.0),
         replica=unable,
     )
-    return _encoder.encode(_Item(failure=failure))
 
 
 def decode_delta(data: bytes) -> Delta:
@@ -103,6 +125,36 @@ def encode_status(status: ReplicaStatus) -> bytes:
 def decode_status(data: bytes) -> ReplicaStatus:
     """Inverse of `encode_status`."""
     return _status.decode(data)
+
+
+def encode_order(order: TraceRequest) -> bytes:
+    """Serialise the order of a trace."""
+    return _encoder.encode(order)
+
+
+def decode_order(data: bytes) -> TraceRequest:
+    """Inverse of `encode_order`."""
+    return _order.decode(data)
+
+
+def encode_traced(outcome: TraceFiles | DFlashError) -> bytes:
+    """Serialise what came of a trace."""
+    if isinstance(outcome, DFlashError):
+        return _encoder.encode(_Traced(failure=_failure(outcome)))
+    return _encoder.encode(_Traced(files=outcome))
+
+
+def decode_traced(data: bytes) -> TraceFiles:
+    """Inverse of `encode_traced`.
+
+    Raises:
+        DFlashError: there is no trace; the error is raised as the class it was.
+    """
+    traced = _traced.decode(data)
+    if traced.failure is not None:
+        raise _rebuild(traced.failure)
+    assert traced.files is not None, "it holds files or an error"
+    return traced.files
 
 
 def _rebuild(failure: _Failure) -> DFlashError:

@@ -115,6 +115,7 @@ class FakeEngine:
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
+        self.trace_files: list[str] = []
         self.step_age_s = 0.0
 
     @property
@@ -124,6 +125,12 @@ class FakeEngine:
     def check_health(self) -> None:
         if self.health is not None:
             raise self.health
+
+    def trace(self, steps: int, *, timeout_s: float) -> list[str]:
+        """`trace_files`, or the order where there are none."""
+        if self.health is not None:
+            raise self.health
+        return self.trace_files or [f"{steps} in {timeout_s:g} s"]
 
     async def stream(self, submit: Submit) -> AsyncIterator[TokenEvent]:
         assert submit.request_id not in self.running
