@@ -1,6 +1,9 @@
 """The application on a real Ray: stand-in ranks where only the serving layer is under test."""
 
+import asyncio
+import contextlib
 import os
+import random
 import signal
 import threading
 
@@ -149,6 +152,28 @@ def test_client_that_hangs_up_frees_its_request(fake):
     read_some(fake)
     until(lambda: replica(fake)["outstanding"] == 0, "the request is aborted", 5)
     assert replica(fake)["stats"]["finished"]["abort"] >= 1
+
+
+def test_clients_that_leave_as_their_request_starts_take_no_place(fake):
+    rng = random.Random(7)
+
+    async def leave(client):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.uniform(0.0, 0.02)):
+                await client.post(f"{fake}/v1/completions", json=body(max_tokens=LONG))
+
+    async def storm():
+        for _ in range(10):
+            async with httpx.AsyncClient(timeout=60) as client:
+                await asyncio.gather(*(leave(client) for _ in range(10)))
+
+    asyncio.run(storm())
+    until(lambda: replica(fake)["outstanding"] == 0, "every request is aborted", 10)
+    # All three places are free, for Serve as well as for the replica.
+    streams = [StreamReader(fake, body(prompt=[n], max_tokens=400)) for n in range(3)]
+    assert all(stream.begun.wait(10) for stream in streams)
+    for stream in streams:
+        stream.answer(30)
 
 
 def test_more_requests_than_the_limit_are_refused_as_overload(fake):
