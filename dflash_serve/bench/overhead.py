@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import signal
 import statistics
 import tempfile
 import time
@@ -272,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends too
     counts = [int(n) for n in options.concurrency.split(",")]
     layers = [name for name in options.layers.split(",") if options.tp == 1 or name != "inproc"]
     if unknown := sorted(set(layers) - set(LAYERS)):
