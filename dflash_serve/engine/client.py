@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from dflash_serve import errors
+from dflash_serve.engine.fatal import startup_error
 from dflash_serve.engine.messages import (
     Abort,
     Command,
@@ -26,9 +27,11 @@ from dflash_serve.engine.messages import (
     TokenEvent,
     Trace,
     Traced,
+    Tune,
 )
-from dflash_serve.errors import ConflictError, DFlashError, EngineDeadError, RequestError
+from dflash_serve.errors import ConflictError, EngineDeadError, RequestError
 from dflash_serve.log import get_logger
+from dflash_serve.scheduler.tuning import Tuning
 
 __all__ = ["EngineClient", "Executor", "Port"]
 
@@ -199,6 +202,12 @@ class EngineClient:
         finally:
             self._tracing.release()
 
+    def tune(self, tuning: Tuning) -> None:
+        """Change soft knobs from the next step on; raises RequestError as `Tuning.check` does."""
+        tuning.check(self.info.verify_lengths, self.info.max_running)
+        if self._dead is None:
+            self._port.send([Tune(tuning)])
+
     # -- state ------------------------------------------------------------------------------
 
     @property
@@ -295,7 +304,7 @@ class EngineClient:
         while time.monotonic() < deadline:
             report = self._port.receive(_POLL_S)
             if report is not None and report.fatal is not None:
-                error = _startup_error(report.fatal)
+                error = startup_error(report.fatal)
                 if isinstance(error, errors.ConfigError):
                     raise error
                 raise EngineDeadError(self._cause(report.fatal))
@@ -373,15 +382,6 @@ class EngineClient:
     def _raise_if_died(self, event: TokenEvent) -> None:
         if event.error is not None and event.error.startswith(_DEAD):
             raise EngineDeadError(event.error.removeprefix(_DEAD))
-
-
-def _startup_error(fatal: str) -> DFlashError:
-    """What rank 0 said before it was ready, as the error it was there."""
-    name, _, text = fatal.partition(": ")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.ConfigError):
-        return kind(text)
-    return EngineDeadError(fatal)
 
 
 _DEAD = "\0engine dead: "

@@ -17,6 +17,7 @@ from dflash_serve.engine.messages import (
     Submit,
     TokenEvent,
     Trace,
+    Tune,
 )
 from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
@@ -165,6 +166,8 @@ class EngineLoop:
                 self._scheduler.abort(request_id)
             case Trace(steps, folder):
                 self._trace = TraceOrder(steps=steps, folder=folder) if steps else None
+            case Tune(tuning):
+                self._scheduler.tuning = self._scheduler.stats.tuning = tuning
             case Shutdown():
                 self._stopping = True
 

@@ -12,6 +12,7 @@ import msgspec
 
 from dflash_serve.sampling import SamplingParams
 from dflash_serve.scheduler.draft_scale import ScaleStats
+from dflash_serve.scheduler.tuning import Tuning
 from dflash_serve.scheduler.verify_length import PolicyStats
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TokenEvent",
     "Trace",
     "Traced",
+    "Tune",
     "decode_commands",
     "decode_report",
     "encode",
@@ -76,7 +78,13 @@ class Trace(msgspec.Struct, frozen=True, tag="trace"):
     folder: str
 
 
-Command = Submit | Abort | Shutdown | Trace
+class Tune(msgspec.Struct, frozen=True, tag="tune"):
+    """Decide otherwise from the next step on."""
+
+    tuning: Tuning
+
+
+Command = Submit | Abort | Shutdown | Trace | Tune
 
 
 class Traced(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +154,7 @@ class EngineStats(msgspec.Struct):
         first_token_seconds, first_tokens: sum and number of the times from a request's arrival in
             rank 0 to its first token's departure.
         request_seconds, requests_timed: the same to its end, where that was its own.
+        tuning: what was changed since the start.
         consensus_steps: steps on which several ranks agreed before their tokens were sent.
         consensus_mismatches: steps on which they did not, which ends the engine.
     """
@@ -177,6 +186,7 @@ class EngineStats(msgspec.Struct):
     late_graphs: int = 0
     policy: PolicyStats | None = None
     scale: ScaleStats | None = None
+    tuning: Tuning = Tuning()
     consensus_steps: int = 0
     consensus_mismatches: int = 0
 
@@ -196,6 +206,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
             says, for benchmarks; None where the output is real.
         startup: seconds (or bytes, by the name) of the parts of the start: first runs, in which
             kernels are compiled, capture, timing of the steps.
+        verify_lengths: values of g that may be chosen while it runs.
         fallbacks: every place where a slower or rarer path than asked for is in use.
     """
 
@@ -219,6 +230,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     draft_quantization: str | None = None
     synthetic_acceptance: float | None = None
     startup: dict[str, float] = {}
+    verify_lengths: list[int] = []
     fallbacks: list[str] = []
     versions: dict[str, str] = {}
 

@@ -311,6 +311,14 @@ def _fallbacks(config: EngineConfig, runner: Runner) -> list[str]:
     return found
 
 
+def _tunable_lengths(config: EngineConfig, runner: Runner) -> list[int]:
+    """Values of g that need no capture while requests wait, and 1, at which nothing is drafted."""
+    block = runner.pair.settings.geometry.verify_rows
+    if config.verify_length == "auto":
+        return list(verify_ladder(block))
+    return list(range(1, block + 1)) if runner.graphs is None else sorted({1, block})
+
+
 def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
     pair, settings = runner.pair, runner.pair.settings
     return EngineInfo(
@@ -334,6 +342,7 @@ def _info(config: EngineConfig, runner: Runner) -> EngineInfo:
         draft_quantization=None if pair.draft_head is None else config.draft_quantization,
         synthetic_acceptance=config.synthetic_acceptance,
         startup=runner.startup,
+        verify_lengths=_tunable_lengths(config, runner),
         fallbacks=_fallbacks(config, runner),
         versions={name: version(name) for name in ("torch", "transformers", "safetensors")},
     )

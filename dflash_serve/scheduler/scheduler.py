@@ -33,6 +33,7 @@ from dflash_serve.scheduler.plan import (
     StepResult,
 )
 from dflash_serve.scheduler.request import Phase, Request
+from dflash_serve.scheduler.tuning import Tuning, chosen_rows
 from dflash_serve.scheduler.verify_length import VerifyLengthPolicy
 
 __all__ = ["Scheduler"]
@@ -63,6 +64,7 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.draft_scale = draft_scale
+        self.tuning = Tuning()  # may be replaced between two plans
         self.pool = PagePool(limits.num_pages)
         self.stats = EngineStats(pages_total=self.pool.usable)
         self._waiting: deque[Request] = deque()
@@ -132,10 +134,8 @@ class Scheduler:
             for r in self._running
             if r.phase is Phase.DECODE and not r.certain_to_end(limits.max_model_len)
         ]
-        if self.policy is not None and able:
-            context = sum(r.computed for r in able) / len(able)
-            plan.rows = self.policy.decide(len(able), context).rows
-        rows = plan.rows
+        chosen = chosen_rows(self.policy, [r.computed for r in able], plan.rows)
+        rows = plan.rows = self.tuning.rows or chosen
         for request in able:
             if request.phase is Phase.DECODE:  # not preempted for an older one just now
                 # What lies past the longest context is never read: the dummy page takes it.
@@ -163,7 +163,7 @@ class Scheduler:
         chunked: list[Request] = []
         for request in [r for r in self._running if r.phase is Phase.PREFILL]:
             budget -= self._add_chunk(request, budget, plan, chunked)
-        while budget > 0 and self._waiting and self._slots:
+        while budget > 0 and self._waiting and self._slots and self.tuning.admits(self._running):
             if not self._admit(self._waiting[0], plan):
                 break
             request = self._waiting.popleft()
