@@ -15,6 +15,7 @@ import dataclasses
 import json
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -291,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kv_cache_gib=1.0,
         prefix_cache=False,
     )
-    console, rows = Console(), []
+    console, rows = Console(width=None if sys.stdout.isatty() else 120), []
     with tempfile.TemporaryDirectory(prefix="dfo-") as folder:
         for layer in layers:
             with _target(layer, config, Path(folder)) as target:
