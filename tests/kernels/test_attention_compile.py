@@ -1,19 +1,13 @@
-"""The decode kernels as compiled for an H200, which needs no GPU.
-
-Triton decides at import whether it interprets, hence the child process.
-"""
+"""The decode kernels as compiled for an H200, which needs no GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,9 +18,8 @@ from dflash_serve.bench.attention_cases import FEW
 from dflash_serve.kernels.attention import AttentionView
 from dflash_serve.kernels.gpu import attention
 from dflash_serve.kernels.gpu.attention import DecodeTiles, Sharing, decode_attention
-from tests.kernels.test_small_compile import WAITS_FIRST, signature
+from tests.kernels.compiling import Facts, compiling, run_as_program, waits_first
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 PAGE = 64
 WHOLE, SPLIT = Sharing("whole", 1), Sharing("split", 4)
@@ -42,7 +35,7 @@ CASES = {
 FEW_CASES = {"few whole": (FEW, WHOLE), "few split": (FEW, SPLIT)}
 
 
-def needs(cubin: bytes) -> dict[str, int]:
+def needs(cubin: bytes) -> Facts:
     """Registers of a thread, and bytes of its stack, where registers are spilled."""
     from triton import knobs
 
@@ -56,39 +49,21 @@ def needs(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def compile_decode(
-    tiles: DecodeTiles, sharing: Sharing, *, boxes: bool
-) -> dict[str, dict[str, int]]:
+def compile_decode(tiles: DecodeTiles, sharing: Sharing, *, boxes: bool) -> dict[str, Facts]:
     """Facts about each kernel that attention of 16 rows over pages of 64 keys launches."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.tools.disasm import get_sass
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    facts: dict[str, dict[str, int]] = {}
+    facts: dict[str, Facts] = {}
 
-    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": 2}
-        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
-        special = {n: v for n, v in values.items() if v is None or isinstance(v, TensorDescriptor)}
-        types, constants, aligned = signature(self, values | dict.fromkeys(special, 1))
-        for name, box in special.items():
-            if box is not None:
-                types[name] = f"tensordesc<bf16{list(box.block_shape)}>"
-                del constants[name]
-            else:
-                constants[name] = None
-        source = ASTSource(self, types, constants, aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    def keep(kernel: Any, _: str, built: Any) -> None:
         sass = get_sass(built.asm["cubin"])
-        facts[self.__name__] = {
+        facts[kernel.__name__] = {
             **needs(built.asm["cubin"]),
             "products": sass.count("HGMMA"),
             "small_products": len(re.findall(r"\bHMMA", sass)),
             "waits": sass.count("WARPGROUP.DEPBAR"),
             "boxes": sass.count("UTMALDG"),
-            "waits_first": int(WAITS_FIRST.search(built.asm["ptx"]) is not None),
+            "waits_first": waits_first(built.asm["ptx"]),
             "shared": built.metadata.shared,
         }
 
@@ -97,9 +72,7 @@ def compile_decode(
     table = torch.zeros(8, 17, dtype=torch.int64)
     view = AttentionView(table, torch.zeros(8, dtype=torch.int64), 16, 1040, PAGE, True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch)
-        )
+        stack.enter_context(compiling(keep))
         if not boxes:
             none = (None, None, None)
             stack.enter_context(mock.patch.object(attention, "_boxes", return_value=none))
@@ -108,13 +81,8 @@ def compile_decode(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Facts]]:
+    found: dict[str, dict[str, Facts]] = run_as_program(__file__, tmp_path_factory.mktemp("triton"))
     return found
 
 
@@ -128,7 +96,7 @@ each_few_kernel = pytest.mark.parametrize("name", FEW_NAMES)
 
 @each_tall_kernel
 def test_the_steps_of_a_product_follow_each_other_without_a_wait(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     found = compiled[name]["decode"]
     # Per loop 128 / 16 of the scores, 64 / 16 of the values, and a wait for each of the two. (The
@@ -139,7 +107,7 @@ def test_the_steps_of_a_product_follow_each_other_without_a_wait(
 
 @each_kernel
 def test_as_many_programs_fit_on_a_processor_as_the_tiles_say(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     tiles, _ = (CASES | FEW_CASES)[name.removesuffix(" boxes")]
     found = compiled[name]["decode"]
@@ -149,15 +117,13 @@ def test_as_many_programs_fit_on_a_processor_as_the_tiles_say(
 
 
 @each_kernel
-def test_next_to_nothing_is_spilled(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
-) -> None:
+def test_next_to_nothing_is_spilled(name: str, compiled: dict[str, dict[str, Facts]]) -> None:
     assert compiled[name]["decode"]["stack"] <= 64
 
 
 @each_few_kernel
 def test_tiles_of_few_rows_use_the_small_products(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     found = compiled[name]["decode"]
     assert found["products"] == 0
@@ -167,7 +133,7 @@ def test_tiles_of_few_rows_use_the_small_products(
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "products" in name])
 def test_sums_are_products_of_the_same_kind_in_tall_tiles(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     assert compiled[name]["decode"]["small_products"] >= 4
     assert compiled[name.replace(" products", "")]["decode"]["small_products"] == 0
@@ -175,14 +141,14 @@ def test_sums_are_products_of_the_same_kind_in_tall_tiles(
 
 @each_kernel
 def test_only_boxes_go_through_the_memory_accelerator(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     assert (compiled[name]["decode"]["boxes"] > 0) == name.endswith("boxes")
 
 
 @each_kernel
 def test_every_kernel_waits_for_the_one_before_it(
-    name: str, compiled: dict[str, dict[str, dict[str, int]]]
+    name: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     assert all(found["waits_first"] for found in compiled[name].values())
 

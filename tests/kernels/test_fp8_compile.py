@@ -1,20 +1,11 @@
-"""The 8-bit kernels as compiled for an H200, which needs no GPU.
-
-Triton decides at import whether it interprets, hence the child process.
-"""
+"""The 8-bit kernels as compiled for an H200, which needs no GPU."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,66 +16,31 @@ from dflash_serve.kernels.gpu import fp8, fp8_head, fp8_rows
 from dflash_serve.kernels.gpu.fp8_tiles import Fp8Tile, fp8_tile, head_tile
 from dflash_serve.kernels.gpu.tiles import SHARED_BYTES
 from dflash_serve.kernels.rows import RowSampling
-from tests.kernels.test_small_compile import WAITS_FIRST, signature
+from tests.kernels.compiling import Facts, assembled, compiling, run_as_program, waits_first
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 ROWS = (16, 64, 128, 512, 2048)
 WIDTHS = (4096, 12288, 20480)
-BOXES = {FP8: "fp8e4nv", torch.bfloat16: "bf16"}
 
 
-def used(ptx: str) -> dict[str, int]:
-    """What the assembler says about a kernel: registers of a thread, bytes that it spills."""
-    import triton
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source)]
-        done = subprocess.run(
-            [*command, "-o", os.devnull], capture_output=True, text=True, check=True
-        )
-    said = done.stdout + done.stderr
-    registers, stored, loaded = (
-        max(int(n) for n in re.findall(pattern, said))
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
-    )
-    return {"registers": registers, "spilled": stored + loaded}
-
-
-def compile_one(run: Any, kernel: str | None = None) -> dict[str, int]:
+def compile_one(run: Any, kernel: str | None = None) -> Facts:
     """Facts about the one kernel that `run` launches, or about the one of a name."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    facts: Facts = {}
 
-    facts: dict[str, int] = {}
-
-    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        if kernel not in (None, self.__name__):
+    def keep(made: Any, _: str, built: Any) -> None:
+        if kernel not in (None, made.__name__):
             return
-        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": True}
-        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
-        boxes = {n: v for n, v in values.items() if isinstance(v, TensorDescriptor)}
-        types, constants, aligned = signature(self, values | dict.fromkeys(boxes, 1))
-        for name, box in boxes.items():
-            types[name] = f"tensordesc<{BOXES[box.base.dtype]}{list(box.block_shape)}>"
-            del constants[name]
-        source = ASTSource(self, types, constants, aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ptx = built.asm["ptx"]
         facts.update(
-            used(ptx),
+            assembled(ptx),
             shared=built.metadata.shared,
             tensor_cores=len(re.findall(r"wgmma\.mma_async\S*e4m3\.e4m3", ptx)),
             other_products=ptx.count("mma.sync"),
             copied=ptx.count("cp.async.bulk.tensor.2d.shared"),
-            waits_first=int(WAITS_FIRST.search(ptx) is not None),
+            waits_first=waits_first(ptx),
         )
 
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch):
+    with compiling(keep):
         run()
     return facts
 
@@ -110,7 +66,7 @@ def head_cases() -> dict[str, tuple[Shape, int, Fp8Tile]]:
     }
 
 
-def compile_all() -> dict[str, dict[str, int]]:
+def compile_all() -> dict[str, Facts]:
     """Facts about every kernel of this file."""
     found = {}
     for name, (shape, rows, tile) in cases().items():
@@ -142,17 +98,12 @@ def compile_all() -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+    found: dict[str, Facts] = run_as_program(__file__, tmp_path_factory.mktemp("triton"))
     return found
 
 
-def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict[str, dict[str, int]]) -> None:
+def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict[str, Facts]) -> None:
     widths = {f"quantize {width}" for width in WIDTHS}
     assert compiled.keys() == cases().keys() | head_cases().keys() | widths
     for name, found in compiled.items():
@@ -162,7 +113,7 @@ def test_no_kernel_spills_or_takes_too_much_memory(compiled: dict[str, dict[str,
 
 
 def test_products_run_on_the_tensor_cores_of_8_bit_numbers(
-    compiled: dict[str, dict[str, int]],
+    compiled: dict[str, Facts],
 ) -> None:
     """Also those of few rows, whose weight takes the side that needs 64 of them."""
     for name in cases() | head_cases():

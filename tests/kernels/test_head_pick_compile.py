@@ -1,17 +1,8 @@
-"""The head product that picks as compiled for an H200, which needs no GPU.
-
-Triton decides at import whether it interprets, hence the child process.
-"""
+"""The head product that picks as compiled for an H200, which needs no GPU."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,60 +12,30 @@ import torch
 from dflash_serve.kernels.gpu import head_pick
 from dflash_serve.kernels.gpu.head_tiles import HEAD_TILES, head_tile
 from tests.engine.rows import row_sampling
-from tests.kernels.test_small_compile import WAITS_FIRST, signature
+from tests.kernels.compiling import Facts, assembled, compiling, run_as_program, waits_first
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 COLUMNS, DEPTH = 151936, 4096
 COUNTS = (16, 32, 64, 128, 2048)
 
 
-def assembled(ptx: str) -> dict[str, int]:
-    """What the assembler says about a kernel."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "-v", "--fmad=false", "--gpu-name=sm_90a"]
-        command += [str(source), "-o", f"{folder}/kernel.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.findall(r"(\d+) bytes spill", said)
-    return {"spilled": max(int(n) for n in spilled), "serialized": said.count("are serialized")}
-
-
-def compile_head(count: int, *, noisy: bool) -> dict[str, dict[str, int]]:
+def compile_head(count: int, *, noisy: bool) -> dict[str, Facts]:
     """Facts about each kernel that the pick of `count` rows launches."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    facts: dict[str, Facts] = {}
 
-    facts: dict[str, dict[str, int]] = {}
-
-    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": True}
-        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
-        boxes = {n: v for n, v in values.items() if isinstance(v, TensorDescriptor)}
-        types, constants, aligned = signature(self, values | dict.fromkeys(boxes, 1))
-        for name, box in boxes.items():
-            types[name] = f"tensordesc<bf16{list(box.block_shape)}>"
-            del constants[name]
-        source = ASTSource(self, types, constants, aligned)
-        options["launch_pdl"] = True
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    def keep(kernel: Any, _: str, built: Any) -> None:
         ptx = built.asm["ptx"]
-        facts[self.__name__] = assembled(ptx) | {
+        facts[kernel.__name__] = assembled(ptx, "--fmad=false") | {
             "shared": built.metadata.shared,
             "products": ptx.count("wgmma.mma_async"),
-            "waits_first": int(WAITS_FIRST.search(ptx) is not None),
+            "waits_first": waits_first(ptx),
         }
 
     x = torch.empty((count, DEPTH), dtype=torch.bfloat16)
     tile = head_tile(COLUMNS, DEPTH, count, torch.bfloat16)
     weight = torch.empty((512, DEPTH), dtype=torch.bfloat16)
     with (
-        mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch),
+        compiling(keep),
         mock.patch.object(head_pick, "_processors", return_value=132),
     ):
         rows = row_sampling(count) if noisy else None
@@ -83,13 +44,8 @@ def compile_head(count: int, *, noisy: bool) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Facts]]:
+    found: dict[str, dict[str, Facts]] = run_as_program(__file__, tmp_path_factory.mktemp("triton"))
     return found
 
 
@@ -104,9 +60,7 @@ each_case = pytest.mark.parametrize(
 
 
 @each_case
-def test_a_program_fits_on_a_processor(
-    case: str, compiled: dict[str, dict[str, dict[str, int]]]
-) -> None:
+def test_a_program_fits_on_a_processor(case: str, compiled: dict[str, dict[str, Facts]]) -> None:
     for kernel, facts in compiled[case].items():
         assert facts["shared"] <= 227 * 1024, kernel
         # The noise of a wide tile is made while the tile itself waits in registers.
@@ -116,7 +70,7 @@ def test_a_program_fits_on_a_processor(
 
 @each_case
 def test_the_steps_of_a_product_follow_each_other_without_a_wait(
-    case: str, compiled: dict[str, dict[str, dict[str, int]]]
+    case: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     count = int(case.split()[0])
     (product,) = [facts for kernel, facts in compiled[case].items() if kernel != "_largest"]
@@ -126,7 +80,7 @@ def test_the_steps_of_a_product_follow_each_other_without_a_wait(
 
 @each_case
 def test_every_kernel_waits_before_it_touches_what_kernels_write(
-    case: str, compiled: dict[str, dict[str, dict[str, int]]]
+    case: str, compiled: dict[str, dict[str, Facts]]
 ) -> None:
     assert all(facts["waits_first"] for facts in compiled[case].values())
 

@@ -1,19 +1,9 @@
-"""The gated products as compiled for an H200, which needs no GPU.
-
-Triton decides at import whether it interprets, hence the child process.
-"""
+"""The gated products as compiled for an H200, which needs no GPU."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,74 +12,40 @@ from dflash_serve.kernels.backend import interpreted
 from dflash_serve.kernels.gated_mlp import silu_mul
 from dflash_serve.kernels.gpu import linear, linear_large
 from dflash_serve.kernels.gpu.tiles import GATED_TILES, MANY_GATED, SHARED_BYTES, Tile
-from tests.kernels.test_small_compile import WAITS_FIRST, signature
+from tests.kernels.compiling import Facts, assembled, compiling, run_as_program, waits_first
 
-ROOT = Path(__file__).parents[2]
 FEW = {f"few {rows}": tile for (_, _, rows), tile in GATED_TILES.items()}
 JOINT = {f"joint {name}": tile.joined() for name, tile in FEW.items()}
 MANY = {f"many {tile}": tile for tile in MANY_GATED.values()}
 PLAIN = {f"plain {tile}": tile for tile in MANY_GATED.values()}
 
 
-def used(ptx: str) -> dict[str, int]:
-    """What the assembler says about a kernel: registers of a thread, bytes that it spills."""
-    import triton
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source)]
-        done = subprocess.run(
-            [*command, "-o", os.devnull], capture_output=True, text=True, check=True
-        )
-    said = done.stdout + done.stderr
-    registers, stored, loaded = (
-        max(int(n) for n in re.findall(pattern, said))
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
-    )
-    return {"registers": registers, "spilled": stored + loaded}
-
-
-def compile_one(run: Any) -> dict[str, int]:
+def compile_one(run: Any) -> Facts:
     """Facts about the one kernel that `run` launches."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    facts: Facts = {}
 
-    facts: dict[str, int] = {}
-
-    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        values = dict(zip(self.arg_names, args, strict=False)) | named | {"PDL": True}
-        options = {name: values.pop(name) for name in set(values) - set(self.arg_names)}
-        boxes = {n: v for n, v in values.items() if isinstance(v, TensorDescriptor)}
-        types, constants, aligned = signature(self, values | dict.fromkeys(boxes, 1))
-        for name, box in boxes.items():
-            types[name] = f"tensordesc<bf16{list(box.block_shape)}>"
-            del constants[name]
-        source = ASTSource(self, types, constants, aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    def keep(_kernel: Any, _: str, built: Any) -> None:
         ptx = built.asm["ptx"]
         facts.update(
-            used(ptx),
+            assembled(ptx),
             shared=built.metadata.shared,
             barriers=ptx.count("bar.sync"),
             products=ptx.count("wgmma.mma_async"),
             box_loads=ptx.count("cp.async.bulk.tensor.2d.shared"),
             box_stores=ptx.count("cp.async.bulk.tensor.2d.global"),
             shuffles=ptx.count("shfl.sync"),
-            waits_first=int(WAITS_FIRST.search(ptx) is not None),
+            waits_first=waits_first(ptx),
         )
 
-    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_launch):
+    with compiling(keep):
         run()
     return facts
 
 
-def compile_all() -> dict[str, dict[str, int]]:
+def compile_all() -> dict[str, Facts]:
     """Facts about every product of this file."""
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16) for n in (192, 24576))
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Facts] = {}
 
     def few(tile: Tile) -> None:
         linear.product(x, weight, tile, gated=True)
@@ -109,18 +65,13 @@ def compile_all() -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+    found: dict[str, Facts] = run_as_program(__file__, tmp_path_factory.mktemp("triton"))
     return found
 
 
 def test_no_gated_product_spills_or_takes_too_much_memory(
-    compiled: dict[str, dict[str, int]],
+    compiled: dict[str, Facts],
 ) -> None:
     assert compiled.keys() == {*FEW, *JOINT, *MANY, *PLAIN, "silu_mul"}
     for name, found in compiled.items():
@@ -130,7 +81,7 @@ def test_no_gated_product_spills_or_takes_too_much_memory(
 
 
 def test_many_rows_are_multiplied_as_without_the_activation(
-    compiled: dict[str, dict[str, int]],
+    compiled: dict[str, Facts],
 ) -> None:
     """The same loop, and no more stores."""
     for name in MANY:
@@ -141,7 +92,7 @@ def test_many_rows_are_multiplied_as_without_the_activation(
             assert found[fact] <= plain[fact], (name, fact)
 
 
-def test_gate_and_up_are_told_apart_within_a_thread(compiled: dict[str, dict[str, int]]) -> None:
+def test_gate_and_up_are_told_apart_within_a_thread(compiled: dict[str, Facts]) -> None:
     for name in ("few 16", "few 32"):
         # No more waits than with two products: nothing goes through shared memory.
         assert compiled[f"joint {name}"]["barriers"] <= compiled[name]["barriers"]
