@@ -7,7 +7,12 @@ import httpx
 import pytest
 from ray import serve
 
-from dflash_serve.serve.app import _ingress_options, _replica_options, assemble
+from dflash_serve.serve.app import (
+    _ingress_arguments,
+    _ingress_options,
+    assemble,
+    assemble_model,
+)
 from dflash_serve.serve.ingress import Ingress
 from dflash_serve.serve.settings import ServeSettings
 
@@ -20,6 +25,7 @@ from .waiting import until
 pytestmark = pytest.mark.ray
 
 TOKENS = 500
+FEW = {"max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +54,12 @@ def settings_of(fake_target, **changes):
 
 def deploy_replicas(settings):
     """The replicas as an application of their own: `serve.run` replaces all of an application."""
-    engine = serve.deployment(FakeReplica).options(**_replica_options(settings)).bind(settings)
-    return serve.run(engine, name="engines", route_prefix=None)
+    return serve.run(replicas_of(settings), name="engines", route_prefix=None)
+
+
+def replicas_of(settings):
+    (model,) = settings.hosted
+    return assemble_model(model, FakeReplica)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,8 @@ def url(base, fake_target):
     settings = settings_of(fake_target, replicas=2)
     handle = deploy_replicas(settings)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(**_ingress_options(settings))
-    serve.run(ingress.bind(settings, handle), name="front", route_prefix="/front")
+    application = ingress.bind(_ingress_arguments(settings), {"fake": handle})
+    serve.run(application, name="front", route_prefix="/front")
     yield f"{base}/front"
     serve.delete("front")
     serve.delete("engines")
@@ -115,6 +126,27 @@ def test_replacing_all_replicas_under_load_loses_nothing(url, fake_target):
     deploy_replicas(settings_of(fake_target, replicas=2))
     check(streams)
     until(lambda: not before & {r["replica"] for r in replicas(url)}, "the old ones are gone", 30)
+
+
+@pytest.mark.slow
+def test_a_version_that_cannot_start_leaves_the_old_one_serving(url, fake_target):
+    """A failed rolling update costs no request, under way or new, and can be rolled back."""
+    streams = begin(url)
+    broken = settings_of("/m/broken", replicas=2, start_attempts=1)
+    target = serve.RunTarget(replicas_of(broken), name="engines", route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
+    answers = []
+
+    def given_up():
+        answers.append(httpx.post(f"{url}/v1/completions", json=body(3) | FEW, timeout=60))
+        return serve.status().applications["engines"].status == "DEPLOY_FAILED"
+
+    until(given_up, "the update is given up", 90)
+    check(streams)
+    answers += [httpx.post(f"{url}/v1/completions", json=body(3) | FEW, timeout=60)]
+    assert {answer.status_code for answer in answers} == {200}, answers[-1].text
+    deploy_replicas(settings_of(fake_target, replicas=2))
+    until(lambda: len(replicas(url)) == 2, "two replicas again", 60)
 
 
 @pytest.mark.slow
