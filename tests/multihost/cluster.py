@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _RAY_PORT = 6379
 _HTTP_PORT = 8000
 _CPUS = {"head": 1, "host": 4}
 """Logical; a replica (2.5) fits on a host and not on the head, and two do not fit on one host."""
+_ENGINE = ("ray::RankActor", "ray::ServeReplica:dflash:Replica")
+_INGRESS = ("ray::ServeReplica:dflash:Ingress",)
 _START_TIMEOUT_S = 240.0
 _STATUS_TIMEOUT_S = 10.0
 
@@ -73,11 +76,7 @@ class HostCluster:
         head = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false"]
         self._start_node(0, [*head, f"--num-cpus={_CPUS['head']}"])
         until(_listens, "Ray's head", _START_TIMEOUT_S)
-        for number in self._hosts.numbers:
-            self._start_node(number, [f"--address={address}", f"--num-cpus={_CPUS['host']}"])
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        nodes = len(self._hosts.numbers) + 1
-        until(lambda: len(_alive()) == nodes, f"{nodes} nodes", _START_TIMEOUT_S)
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": "127.0.0.1", "port": _HTTP_PORT},
@@ -92,7 +91,18 @@ class HostCluster:
         from dflash_serve.serve.ingress import HandleBackend
         from dflash_serve.serve.journal import ResumeLimits
 
-        serve.run(assemble(self._settings()), name="dflash", route_prefix="/")
+        application = assemble(self._settings())
+        with ThreadPoolExecutor() as pool:
+            run = pool.submit(serve.run, application, name="dflash", route_prefix="/")
+            # The ingress holds the clients' connections. While there is no other host it can
+            # only go to the head, which is never cut off.
+            until(lambda: self._processes(_INGRESS, 0), "an ingress", _START_TIMEOUT_S)
+            for number in self._hosts.numbers:
+                options = [f"--address={HEAD_ADDRESS}:{_RAY_PORT}", f"--num-cpus={_CPUS['host']}"]
+                self._start_node(number, options)
+            run.result()
+        nodes = len(self._hosts.numbers) + 1
+        until(lambda: len(_alive()) == nodes, f"{nodes} nodes", _START_TIMEOUT_S)
         handle = serve.get_deployment_handle("Replica", "dflash")
         limits = ResumeLimits(attempts=1, wait_s=1.0, total_s=1.0)
         self._backend = HandleBackend({MODEL: handle}, limits)
@@ -132,13 +142,11 @@ class HostCluster:
 
     def engine_processes(self, number: int) -> set[int]:
         """Processes of replicas and ranks on a host."""
-        found = set()
-        for pid in descendants(os.getpid()):
-            title = _title(pid)
-            ours = title.startswith(("ray::RankActor", "ray::ServeReplica:dflash:Replica"))
-            if ours and self._hosts.host_of(pid) == number:
-                found.add(pid)
-        return found
+        return self._processes(_ENGINE, number)
+
+    def _processes(self, titles: tuple[str, ...], number: int) -> set[int]:
+        found = (pid for pid in descendants(os.getpid()) if _title(pid).startswith(titles))
+        return {pid for pid in found if self._hosts.host_of(pid) == number}
 
     def _statuses(self) -> list[ReplicaStatus]:
         call = self._backend.status()
