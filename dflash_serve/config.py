@@ -47,7 +47,9 @@ class EngineConfig:
             and takes `gpu_memory_fraction` of the device on CUDA.
         gpu_memory_fraction: share of the GPU's memory the engine may use.
         prefill_chunk: most prompt tokens computed in one step.
-        pack_prompts: compute the prompts of a step in one pass in place of one after the other.
+        pack_prompts: compute the prompts of a step in one pass in place of one after the other: up
+            to 1.5 times as fast, and a prompt's bits depend on its company. Left out: only where
+            `row_invariant` is off.
             How the numbers of a prompt are rounded then depends on those computed with it, however
             short it is: in bfloat16 the bits of its keys and values do.
         prefix_cache: keep finished pages and reuse them for prompts with the same beginning.
@@ -94,7 +96,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     gpu_memory_fraction: float = 0.9
     prefill_chunk: int = 1024
-    pack_prompts: bool = False
+    pack_prompts: bool | None = None
     prefix_cache: bool = True
     verify_length: int | Literal["auto"] | None = None
     block_size: int | None = None

@@ -49,7 +49,8 @@ class Runner:
         self.drafter = _drafter(pair, scale)
         self._captured_drafter = self.drafter
         self._longest = length
-        self._pack_prompts = config.pack_prompts
+        packs = config.pack_prompts
+        self._pack_prompts = not config.row_invariant if packs is None else packs
         self._slots = torch.arange(slots + 1, device=pair.device)
         self._outbox = Outbox(pair.device)
         self.graphs: StepGraphs | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from dflash_serve.engine.messages import Submit
 from dflash_serve.engine.runner import Runner
 from tests.engine.cases import SAMPLINGS
 from tests.engine.drafting import Recorder, read_records
@@ -75,6 +77,15 @@ def test_packed_prompts_leave_the_draft_as_good_as_it_was(pair: TinyPair, tmp_pa
         assert float(difference) < 1e-3
 
 
+def prompts_alone(many: int, sampling: str) -> list[Submit]:
+    """One token each: a decode step with truncation is captured, and compiled, when first met."""
+    replace = msgspec.structs.replace
+    return [
+        replace(submit, params=replace(submit.params, max_tokens=1))
+        for submit in submits(many, sampling, salt=str(many))
+    ]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_compiled_while_packed_prompts_wait(
     pair: TinyPair, dtype: str, compilations: list[str]
@@ -97,7 +108,7 @@ def test_nothing_is_compiled_while_packed_prompts_wait(
         sizes.clear()
         for sampling in SAMPLINGS:
             for many in (2, 5, 9):
-                engine.collect(submits(many, sampling, salt=str(many)))
+                engine.collect(prompts_alone(many, sampling))
     finally:
         engine.shutdown()
     assert len(set(sizes)) > 1

@@ -20,10 +20,17 @@ WIDTHS = [16, 576, 1040] + [4096] * CUDA
 
 
 def assert_rounded(found: Fp8Rows, normal: torch.Tensor) -> None:
-    data, scale = quantize_rows(normal)
-    assert found.dtype == normal.dtype
-    assert torch.equal(found.data.float(), data.float())
-    assert torch.equal(found.scale, scale)
+    expected = Fp8Rows(*quantize_rows(normal), normal.dtype)
+    assert found.dtype == expected.dtype
+    if not CUDA or normal.dtype == torch.bfloat16:
+        assert torch.equal(found.data.float(), expected.data.float())
+        assert torch.equal(found.scale, expected.scale)
+        return
+    # A compiler may sum the squares of a float32 row in another order in each of two kernels.
+    assert torch.allclose(found.scale, expected.scale, rtol=1e-5)
+    off = found.dequantized() - expected.dequantized()
+    assert float((off.abs() > 1e-4 * normal.abs().max()).float().mean()) < 1e-2
+    assert bool((off.abs() <= 0.13 * expected.dequantized().abs() + 1e-3).all())
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
