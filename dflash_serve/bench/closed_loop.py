@@ -19,6 +19,7 @@ from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.messages import EngineStats, Submit, TokenEvent
 from dflash_serve.engine.rank import OnReady
 from dflash_serve.engine.runner import Runner
+from dflash_serve.errors import ConfigError
 from dflash_serve.scheduler.plan import PrefillChunk
 
 __all__ = ["Window", "closed_loop", "fill_contexts", "speed"]
@@ -136,6 +137,11 @@ def _run(
     timer.milliseconds.clear()
     before = _lengths(engine.stats)
     window = asyncio.run(closed_loop(engine, submits, batch))
+    if not window.tokens:
+        raise ConfigError(
+            f"{batch} requests of {max_tokens} tokens never ran at once: the first had ended when "
+            "the last began; ask for more --max-tokens or --rounds"
+        )
     steps = sorted(timer.milliseconds)
     after = _lengths(engine.stats)
     return {

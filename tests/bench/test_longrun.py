@@ -140,6 +140,21 @@ def test_speed_runs_modes_in_turn_and_compares_them_with_plain(
     assert set(four["runs"][0]["blocks_by_length"]) == {4}
 
 
+def test_requests_too_short_to_run_at_once_are_refused(pair: TinyPair) -> None:
+    with pytest.raises(ConfigError, match="3 requests of 2 tokens never ran at once"):
+        speed(
+            tiny(pair, prefill_chunk=8),
+            ["plain"],
+            batches=[3],
+            context=40,
+            max_tokens=2,
+            rounds=1,
+            repeats=1,
+            temperature=0.0,
+            progress=silent,
+        )
+
+
 def test_filled_contexts_are_as_long_as_the_prompts_and_hold_no_zeros(pair: TinyPair) -> None:
     config = tiny(pair)
     runners: list[Runner] = []
