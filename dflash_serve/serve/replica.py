@@ -22,13 +22,16 @@ from dflash_serve.config import EngineConfig
 from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.executors import start_engine
 from dflash_serve.errors import (
+    ConfigError,
     DFlashError,
     EngineDeadError,
     EngineStalledError,
+    RequestError,
     UnavailableError,
 )
 from dflash_serve.serve import scaling, wire
 from dflash_serve.serve.gang import RayExecutor
+from dflash_serve.serve.knobs import SoftKnobs
 from dflash_serve.serve.restart import RestartingEngine
 from dflash_serve.serve.senders import Senders, actor_is_gone
 from dflash_serve.serve.settings import ModelSettings
@@ -63,6 +66,8 @@ class Replica:
         self._settings = settings
         self._leaving = threading.Event()
         self._senders = Senders(actor_is_gone)
+        self._knobs: SoftKnobs | None = None
+        self._refused_knobs: str | None = None
         started = time.monotonic()
         # What can be refused without weights is refused before a rank is started.
         self._check(settings.engine)
@@ -110,9 +115,35 @@ class Replica:
                 state=self._state(),
                 restarts=self._engine.restarts,
                 start_seconds=self._start_seconds,
-                config=status.config | {"pid": os.getpid(), "ranks": self._ranks()},
+                config=status.config
+                | {"pid": os.getpid(), "ranks": self._ranks()}
+                | {"knobs": (self._knobs or SoftKnobs()).model_dump()}
+                | {"refused_knobs": self._refused_knobs},
             )
         )
+
+    def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Serve's hook for a `user_config`, at the start and whenever it alone has changed.
+
+        Applied between two steps; running requests go on, and no output changes. While the replica
+        runs, what cannot be applied is logged and shown in /server_info, and the knobs stay: the
+        replica's requests are worth more than a figure.
+
+        Raises:
+            ConfigError: at the start, what `SoftKnobs.parse` or the engine refuses.
+        """
+        try:
+            knobs = SoftKnobs.parse(user_config)
+            self._engine.tune(knobs.tuning())
+        except (ConfigError, RequestError) as error:
+            if self._knobs is None:
+                raise ConfigError(str(error)) from error
+            self._refused_knobs = str(error)
+            logger.error("the soft knobs stay as they are: %s", error)
+            return
+        log.configure(knobs.log_level)
+        self._knobs, self._refused_knobs = knobs, None
+        logger.info("soft knobs: %s", knobs)
 
     async def trace(self, order: bytes) -> bytes | None:
         """Profile the next steps, as `wire.decode_order` says; None where another is meant."""

@@ -16,6 +16,7 @@ from dflash_serve.errors import (
     UnavailableError,
 )
 from dflash_serve.log import get_logger
+from dflash_serve.scheduler.tuning import Tuning
 
 __all__ = ["RestartingEngine"]
 
@@ -61,6 +62,7 @@ class RestartingEngine:
         self._lost: str | None = None
         self._failures = 0
         self.restarts = 0
+        self._tuning: Tuning | None = None
         self._engine = start()
         self._keeper = threading.Thread(target=self._keep, name="gang-keeper", daemon=True)
         self._keeper.start()
@@ -105,6 +107,15 @@ class RestartingEngine:
         """
         self.require_running()
         return self._engine.trace(steps, timeout_s=timeout_s)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Change soft knobs of this gang and of those that follow it; see `EngineClient.tune`.
+
+        Raises:
+            RequestError: the engine was not started for that; everything stays as it was.
+        """
+        self._engine.tune(tuning)
+        self._tuning = tuning
 
     # -- state ------------------------------------------------------------------------------
 
@@ -199,6 +210,8 @@ class RestartingEngine:
                 self._failures += 1
                 self._closing.wait(_PAUSE_S)
                 continue
+            if self._tuning is not None:
+                engine.tune(self._tuning)
             self._engine = engine
             if self._closing.is_set():
                 engine.shutdown()  # the last shutdown was of the one before

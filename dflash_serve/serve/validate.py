@@ -18,6 +18,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from dflash_serve.errors import ConfigError
+from dflash_serve.serve.knobs import SoftKnobs
 from dflash_serve.serve.settings import (
     REPLICA,
     ModelSettings,
@@ -193,6 +194,10 @@ def _override_problems(
         if name not in replicas:
             continue
         model = replicas[name]
+        try:
+            SoftKnobs.parse(deployment.get("user_config"))
+        except ConfigError as error:
+            yield f"{where}.deployments[{name}].{error}"
         strategy = deployment.get("placement_group_strategy")
         if strategy in _STRATEGIES and strategy != "STRICT_PACK":
             yield (

@@ -49,18 +49,25 @@ def model(pairs, name, **changes):
     } | changes
 
 
-def config(pairs, port, front=None, **changes):
-    """A file with both models; `changes` are those of the one that stands alone."""
+def config(pairs, port, front=None, knobs=None, **changes):
+    """A file with both models; `changes` and `knobs` are those of the one that stands alone."""
     models = [model(pairs, "small"), {"model": "wide", "application": "wide"}]
     front = {"models": models} | (front or {})
     own = model(pairs, "wide", **changes)
+    deployments = [{"name": "Replica", "user_config": knobs}] if knobs else []
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
         "logging_config": {"log_level": "ERROR"},
         "applications": [
             {"name": "front", "route_prefix": "/", "import_path": BUILDER, "args": front},
-            {"name": "wide", "route_prefix": None, "import_path": MODEL_BUILDER, "args": own},
+            {
+                "name": "wide",
+                "route_prefix": None,
+                "import_path": MODEL_BUILDER,
+                "args": own,
+                "deployments": deployments,
+            },
         ],
     }
 
@@ -183,6 +190,30 @@ class Load(threading.Thread):
         self._over.set()
         self.join(timeout=120)
         return self.answers
+
+
+def test_soft_knobs_change_no_process_and_no_output(deployed, expected):
+    url, redeploy = deployed
+    before = replicas(url)["wide"]["config"]
+    assert before["knobs"]["speculation"] is True
+    load = Load(url, "wide")
+
+    def change(knobs, seen, what):
+        redeploy(knobs=knobs)
+        until(lambda: replicas(url)["wide"]["config"][seen] != before[seen], what, 60)
+        return replicas(url)["wide"]["config"]
+
+    after = change({"speculation": False, "max_running": 2}, "knobs", "the knobs")
+    assert (after["knobs"]["speculation"], after["knobs"]["max_running"]) == (False, 2)
+    assert ids_of(complete(url, "wide")) == expected["wide"]
+    refused = change({"max_running": 10_000}, "refused_knobs", "the refusal")
+    assert "max_running is 10000; allowed without a new start: 1 to" in refused["refused_knobs"]
+    assert refused["knobs"] == after["knobs"]
+    answers = load.stop()
+    assert answers
+    assert all(ids_of(answer) == expected["wide"] for answer in answers)
+    for config in (after, refused):
+        assert (config["pid"], config["ranks"]) == (before["pid"], before["ranks"])
 
 
 def test_a_model_is_deployed_again_without_a_new_ingress_and_no_request_fails(deployed, expected):

@@ -10,8 +10,10 @@ from dflash_serve.errors import (
     CheckpointError,
     EngineDeadError,
     EngineStalledError,
+    RequestError,
     UnavailableError,
 )
+from dflash_serve.scheduler.tuning import Tuning
 from dflash_serve.serve.restart import RestartingEngine
 
 from .waiting import until
@@ -30,6 +32,12 @@ class Gang:
         self.stats = EngineStats(finished={"length": finished})
         self.error = None
         self.ended = False
+        self.tunings = []
+
+    def tune(self, tuning):
+        if tuning.max_running == 99:
+            raise RequestError("max_running is 99", "max_running")
+        self.tunings.append(tuning)
 
     def check_health(self):
         if self.error is not None:
@@ -216,3 +224,14 @@ def test_a_first_start_that_fails_is_the_callers():
         RestartingEngine(
             Starts(CheckpointError("no")), deadline_s=1, failures_in_a_row=3, on_loss=print
         )
+
+
+def test_soft_knobs_are_kept_for_the_next_gang_and_those_refused_are_not(make):
+    first, second = Gang(), Gang()
+    engine = make(Starts(first, second))
+    engine.tune(Tuning(speculation=False))
+    with pytest.raises(RequestError, match="max_running is 99"):
+        engine.tune(Tuning(max_running=99))
+    first.die()
+    until(lambda: engine.restarts == 1, "the second gang")
+    assert first.tunings == second.tunings == [Tuning(speculation=False)]

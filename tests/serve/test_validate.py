@@ -87,6 +87,15 @@ def test_each_mistake_is_named_with_its_place(check, change, texts):
         report.require_valid()
 
 
+def test_soft_knobs_are_checked_with_the_file(check):
+    def knobs(given):
+        return lambda config: application(config)["deployments"][0].update(user_config=given)
+
+    assert check(knobs({"verify_length": 4, "speculation": True})).problems == []
+    (problem,) = check(knobs({"replicas": 2})).problems
+    assert problem.startswith("applications[0].deployments[Replica].user_config: replicas is 2")
+
+
 def test_all_mistakes_are_reported_together(check):
     def change(config):
         config["proxi"] = 1
