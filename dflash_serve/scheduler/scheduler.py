@@ -67,6 +67,7 @@ class Scheduler:
         self.tuning = Tuning()  # may be replaced between two plans
         self.pool = PagePool(limits.num_pages)
         self.stats = EngineStats(pages_total=self.pool.usable)
+        self.stats.ended = self.stats.finished  # a front end may count the latter otherwise
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission
         self._requests: dict[str, Request] = {}
@@ -134,8 +135,8 @@ class Scheduler:
             for r in self._running
             if r.phase is Phase.DECODE and not r.certain_to_end(limits.max_model_len)
         ]
-        chosen = chosen_rows(self.policy, [r.computed for r in able], plan.rows)
-        rows = plan.rows = self.tuning.rows or chosen
+        contexts = [r.computed for r in able]
+        rows = plan.rows = self.tuning.rows or chosen_rows(self.policy, contexts, plan.rows)
         for request in able:
             if request.phase is Phase.DECODE:  # not preempted for an older one just now
                 # What lies past the longest context is never read: the dummy page takes it.
@@ -389,7 +390,6 @@ class Scheduler:
     def snapshot(self) -> EngineStats:
         """The counters, with the gauges as of now."""
         self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
-        self.stats.ended = self.stats.finished
         self.stats.pages_used = self.pool.used
         self.stats.pages_cached = self.pool.cached
         self.stats.policy = None if self.policy is None else self.policy.stats()

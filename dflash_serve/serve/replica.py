@@ -66,7 +66,8 @@ class Replica:
         self._settings = settings
         self._leaving = threading.Event()
         self._senders = Senders(actor_is_gone)
-        self._knobs: SoftKnobs | None = None
+        self._started = False
+        self._knobs = SoftKnobs()
         self._refused_knobs: str | None = None
         started = time.monotonic()
         # What can be refused without weights is refused before a rank is started.
@@ -117,7 +118,7 @@ class Replica:
                 start_seconds=self._start_seconds,
                 config=status.config
                 | {"pid": os.getpid(), "ranks": self._ranks()}
-                | {"knobs": (self._knobs or SoftKnobs()).model_dump()}
+                | {"knobs": self._knobs.model_dump()}
                 | {"refused_knobs": self._refused_knobs},
             )
         )
@@ -136,7 +137,7 @@ class Replica:
             knobs = SoftKnobs.parse(user_config)
             self._engine.tune(knobs.tuning())
         except (ConfigError, RequestError) as error:
-            if self._knobs is None:
+            if not self._started:
                 raise ConfigError(str(error)) from error
             self._refused_knobs = str(error)
             logger.error("the soft knobs stay as they are: %s", error)
@@ -179,6 +180,7 @@ class Replica:
         Raises:
             EngineDeadError, EngineStalledError: as the engine says.
         """
+        self._started = True  # Serve checks nobody before its first `reconfigure`
         self._engine.check_health()
 
     def __del__(self) -> None:

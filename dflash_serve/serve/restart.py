@@ -63,6 +63,7 @@ class RestartingEngine:
         self._failures = 0
         self.restarts = 0
         self._tuning: Tuning | None = None
+        self._tunes = threading.Lock()
         self._engine = start()
         self._keeper = threading.Thread(target=self._keep, name="gang-keeper", daemon=True)
         self._keeper.start()
@@ -114,8 +115,9 @@ class RestartingEngine:
         Raises:
             RequestError: the engine was not started for that; everything stays as it was.
         """
-        self._engine.tune(tuning)
-        self._tuning = tuning
+        with self._tunes:
+            self._engine.tune(tuning)
+            self._tuning = tuning
 
     # -- state ------------------------------------------------------------------------------
 
@@ -210,9 +212,10 @@ class RestartingEngine:
                 self._failures += 1
                 self._closing.wait(_PAUSE_S)
                 continue
-            if self._tuning is not None:
-                engine.tune(self._tuning)
-            self._engine = engine
+            with self._tunes:
+                self._engine = engine
+                if self._tuning is not None:
+                    engine.tune(self._tuning)
             if self._closing.is_set():
                 engine.shutdown()  # the last shutdown was of the one before
             logger.warning("ready again after %.1f s", time.monotonic() - self._since)

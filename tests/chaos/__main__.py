@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .faults import FAULTS, Fault
+from .folder import own_folder
 from .redis import find_redis, redis_server
 from .report import make_table, write_json
 from .rounds import Plan, Round, run_round
 
 __all__ = ["main", "run"]
 
-_ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 200
 """Of the table where there is no terminal to ask."""
 
@@ -67,7 +64,7 @@ def run(
 
     counts = {f.name: rounds if f.often else rounds_other for f in faults}
     with (
-        _own_folder(keep) as folder,
+        own_folder("dfc-", keep) as folder,
         _state(folder, faults),
         _progress(console, sum(counts.values())) as show,
     ):
@@ -101,29 +98,6 @@ def _state(folder: Path, faults: Sequence[Fault]) -> contextlib.AbstractContextM
     """Where the head's state is kept: in a Redis where a fault asks for one."""
     wanted = any(fault.redis for fault in faults)
     return redis_server(folder / "redis") if wanted else contextlib.nullcontext()
-
-
-@contextmanager
-def _own_folder(keep: bool) -> Iterator[Path]:
-    """A temporary folder for all that is started, with a short name: sockets lie deep in it."""
-    folder = tempfile.mkdtemp(prefix="dfc-")
-    # Read by Ray when it is imported, and inherited by every process it starts.
-    os.environ |= {
-        "TMPDIR": folder,
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-        "RAY_SERVE_LOG_TO_STDERR": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    tempfile.tempdir = None
-    try:
-        yield Path(folder)
-    finally:
-        if keep:
-            print(f"logs and records are in {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.tiny import TinyPair
 
 from .rank import prepare_orders
 
-__all__ = ["HANG_TIMEOUT_S", "MODEL", "TP", "Cluster", "Process", "until"]
+__all__ = ["HANG_TIMEOUT_S", "MODEL", "TP", "Cluster", "Process", "tiny_engine", "until"]
 
 APPLICATION = "dflash"
 MODEL = "tiny"
@@ -68,6 +68,19 @@ def until(condition: Callable[[], T], what: str, timeout_s: float, poll_s: float
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(poll_s)
     return value
+
+
+def tiny_engine(pair: TinyPair, tp: int) -> dict[str, Any]:
+    """Engine settings of a tiny pair, a thread a rank, in which ids are exact."""
+    return {
+        "target": pair.target,
+        "draft": pair.draft,
+        "tensor_parallel_size": tp,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "max_model_len": 512,
+    }
 
 
 class Cluster:
@@ -179,14 +192,7 @@ class Cluster:
         return application is not None and application.status == "RUNNING"
 
     def _arguments(self) -> dict[str, Any]:
-        engine = {
-            "target": self._pair.target,
-            "draft": self._pair.draft,
-            "tensor_parallel_size": TP,
-            "device": "cpu",
-            "dtype": "float32",
-            "threads": 1,
-            "max_model_len": 512,
+        engine = tiny_engine(self._pair, TP) | {
             "prefill_chunk": self._chunk,
             "hang_timeout_s": HANG_TIMEOUT_S,
             "start_timeout_s": 120.0,

@@ -15,11 +15,9 @@ import argparse
 import json
 import os
 import secrets
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,13 +29,13 @@ from rich.table import Table
 
 from tests.chaos.clients import Answer, Load, Record
 from tests.chaos.cluster import until
+from tests.chaos.folder import ROOT, own_folder
 
 from .cluster import HostCluster
 from .hosts import Hosts, make_hosts
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).resolve().parents[2]
 _HOSTS = 2
 _BEGUN_TIMEOUT_S = 60.0
 _BACK_TIMEOUT_S = 240.0
@@ -61,33 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with make_hosts(_HOSTS) as hosts:
             command = [*words, "--inside", hosts.prefix]
-            return subprocess.run(hosts.inside(0, command), cwd=_ROOT).returncode
+            return subprocess.run(hosts.inside(0, command), cwd=ROOT).returncode
     except PermissionError as error:
         parser.error(str(error))
 
 
 def _inside(options: argparse.Namespace) -> int:
     """All that runs on the head, in its namespace."""
-    folder = Path(tempfile.mkdtemp(prefix="dfm-"))
-    os.environ |= {
-        "TMPDIR": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-        # What the head would make up, and the other hosts could not know.
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_SERVE_LOG_TO_STDERR": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    tempfile.tempdir = None
-    try:
+    # What the head would make up, and the other hosts could not know.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with own_folder("dfm-", options.keep) as folder:
         found = _run(Hosts(options.inside, _HOSTS), folder, options.clients)
-    finally:
-        if options.keep:
-            print(f"logs are in {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
     Console(width=None if sys.stdout.isatty() else 200).print(_table(found))
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 from dflash_serve.api.protocol import ReplicaStatus
 from dflash_serve.serve.processes import await_exit, descendants, kill
 from dflash_serve.serve.settings import ServeSettings
-from tests.chaos.cluster import MODEL, until
+from tests.chaos.cluster import MODEL, tiny_engine, until
 from tests.tiny import TinyPair
 
 from .hosts import HEAD_ADDRESS, Hosts
@@ -109,18 +109,9 @@ class HostCluster:
         until(lambda: self.serving() is not None, "a replica serves", _START_TIMEOUT_S)
 
     def _settings(self) -> ServeSettings:
-        engine = {
-            "target": self._pair.target,
-            "draft": self._pair.draft,
-            "tensor_parallel_size": TP,
-            "device": "cpu",
-            "dtype": "float32",
-            "threads": 1,
-            "max_model_len": 512,
-        }
         return ServeSettings(
             model=MODEL,
-            engine=engine,  # type: ignore[arg-type]
+            engine=tiny_engine(self._pair, TP),  # type: ignore[arg-type]
             rank_cpus=1.0,
             ingress_cpus=0.5,
             replica_cpus=0.5,

@@ -19,6 +19,9 @@ class Engine:
             raise RequestError("max_running is 99; allowed: 1 to 8", "max_running")
         self.tunings.append(tuning)
 
+    def check_health(self):
+        pass
+
     def shutdown(self):
         pass
 
@@ -28,7 +31,8 @@ def replica():
     made = Replica.__new__(Replica)
     made._engine, made._executor = Engine(), Engine()
     made._leaving = threading.Event()
-    made._knobs, made._refused_knobs = None, None
+    made._knobs, made._refused_knobs = SoftKnobs(), None
+    made._started = False
     return made
 
 
@@ -54,9 +58,12 @@ def test_what_is_no_soft_knob_is_refused_by_name(given, named):
 
 
 @pytest.mark.parametrize("bad", [{"max_running": 99}, {"no_such_knob": 1}])
-def test_bad_knobs_fail_a_start_and_leave_a_running_replica_as_it_is(replica, bad):
+async def test_bad_knobs_fail_a_start_and_leave_a_running_replica_as_it_is(replica, bad):
     with pytest.raises(ConfigError):
         replica.reconfigure(bad)
+    await replica.check_health()
+    replica.reconfigure(bad)  # the first that it gets, with no knobs in the file it started from
+    assert next(iter(bad)) in replica._refused_knobs
     replica.reconfigure({"verify_length": 2})
     replica.reconfigure(bad)
     assert replica._knobs == SoftKnobs(verify_length=2)
