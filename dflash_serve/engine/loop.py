@@ -9,6 +9,7 @@ from dflash_serve.config import EngineConfig
 from dflash_serve.engine.consensus import Ledger
 from dflash_serve.engine.guard import Guard
 from dflash_serve.engine.latency import Latencies
+from dflash_serve.engine.lines import EchoSender, PlanReceiver
 from dflash_serve.engine.messages import (
     Abort,
     Command,
@@ -21,7 +22,7 @@ from dflash_serve.engine.messages import (
 )
 from dflash_serve.engine.readback import Pending
 from dflash_serve.engine.runner import Runner
-from dflash_serve.engine.transport import EchoSender, Mailbox, PlanReceiver, Plans
+from dflash_serve.engine.transport import Mailbox, Plans
 from dflash_serve.errors import ConsensusError
 from dflash_serve.model_config import read_config
 from dflash_serve.scheduler.limits import Limits

@@ -16,22 +16,22 @@ from dflash_serve.cores import usable_cores
 from dflash_serve.engine.checks import resolve_device
 from dflash_serve.engine.consensus import Echoes, Ledger, NoEchoes
 from dflash_serve.engine.guard import Guard
+from dflash_serve.engine.lines import (
+    EchoReceiver,
+    EchoSender,
+    Inbox,
+    Lines,
+    PlanReceiver,
+    PlanSender,
+    local_lines,
+)
 from dflash_serve.engine.loop import EngineLoop, follow, limits_of
 from dflash_serve.engine.messages import EngineInfo, Report
 from dflash_serve.engine.pair import Pair, load_pair
 from dflash_serve.engine.pulse import Board
 from dflash_serve.engine.runner import Runner
 from dflash_serve.engine.sizing import step_bytes
-from dflash_serve.engine.transport import (
-    EchoReceiver,
-    EchoSender,
-    Mailbox,
-    NoFollowers,
-    PlanReceiver,
-    Plans,
-    PlanSender,
-    ZmqMailbox,
-)
+from dflash_serve.engine.transport import Mailbox, NoFollowers, Plans, ZmqMailbox
 from dflash_serve.engine.watchdog import leave
 from dflash_serve.errors import EngineDeadError
 from dflash_serve.log import get_logger
@@ -63,8 +63,9 @@ class RankSpec:
     """What a rank must know to start.
 
     Attributes:
-        run_dir: private folder on the host, for the engine's sockets.
+        run_dir: private folder on the rank's host, for the engine's sockets and signs of life.
         store_host, store_port: where rank 0's rendezvous store listens.
+        lines: where ranks on several hosts listen; None where all share the run folder.
     """
 
     config: EngineConfig
@@ -73,6 +74,7 @@ class RankSpec:
     run_dir: str
     store_host: str = "127.0.0.1"
     store_port: int = 0
+    lines: Lines | None = None
 
 
 def rank_environment(config: EngineConfig, cores: int | None = None) -> dict[str, str]:
@@ -111,7 +113,10 @@ OnReady = Callable[[Runner], None]
 
 
 def run_rank(
-    spec: RankSpec, store: TCPStore | None = None, on_ready: OnReady | None = None
+    spec: RankSpec,
+    store: TCPStore | None = None,
+    on_ready: OnReady | None = None,
+    inbox: Inbox | None = None,
 ) -> None:
     """Load and serve until rank 0 is told to shut down; blocks until then.
 
@@ -119,6 +124,7 @@ def run_rank(
 
     Args:
         store: rank 0's own rendezvous store.
+        inbox: where this rank listens, as `spec.lines` says; None without them.
 
     Raises:
         ConfigError: as `load_pair`.
@@ -129,9 +135,9 @@ def run_rank(
         group = _join(spec, store)
         pair = load_sized_pair(spec.config, group)
         if mailbox is not None:
-            serve_rank_zero(spec.config, pair, _links(spec, mailbox), on_ready)
+            serve_rank_zero(spec.config, pair, _links(spec, mailbox, inbox), on_ready)
         else:
-            _serve_follower(spec, pair, on_ready)
+            _serve_follower(spec, pair, on_ready, inbox)
         group.close()
     except Exception as error:
         if mailbox is not None:
@@ -212,12 +218,16 @@ class Links:
     on_trip: Callable[[str], None] = leave
 
 
-def _links(spec: RankSpec, mailbox: Mailbox) -> Links:
+def _lines(spec: RankSpec) -> Lines:
+    return spec.lines or local_lines(spec.run_dir, spec.world_size)
+
+
+def _links(spec: RankSpec, mailbox: Mailbox, inbox: Inbox | None) -> Links:
     board = Board(spec.run_dir, spec.world_size)
     if spec.world_size == 1:
         return Links(mailbox, board=board)
-    plans = PlanSender(spec.run_dir, spec.world_size)
-    return Links(mailbox, plans, EchoReceiver(spec.run_dir), board)
+    lines = _lines(spec)
+    return Links(mailbox, PlanSender(lines), EchoReceiver(lines, inbox), board)
 
 
 def serve_rank_zero(
@@ -248,8 +258,11 @@ def serve_rank_zero(
         links.echoes.close()
 
 
-def _serve_follower(spec: RankSpec, pair: Pair, on_ready: OnReady | None) -> None:
-    plans, echoes = PlanReceiver(spec.run_dir, spec.rank), EchoSender(spec.run_dir)
+def _serve_follower(
+    spec: RankSpec, pair: Pair, on_ready: OnReady | None, inbox: Inbox | None
+) -> None:
+    lines = _lines(spec)
+    plans, echoes = PlanReceiver(lines, spec.rank, inbox), EchoSender(lines)
     runner, _ = _ready_runner(spec.config, pair, on_ready)
     board = Board(spec.run_dir, spec.world_size)
     try:

@@ -24,6 +24,7 @@ from dflash_serve.serve.settings import (
     ModelSettings,
     ServeSettings,
     placement_bundles,
+    placement_strategy,
     replica_names,
 )
 
@@ -106,7 +107,7 @@ def _replica_options(settings: ModelSettings) -> dict[str, Any]:
         "max_queued_requests": settings.max_queued_requests,
         "ray_actor_options": {"num_cpus": settings.replica_cpus},
         "placement_group_bundles": placement_bundles(settings, gpu=gpu),
-        "placement_group_strategy": "STRICT_PACK",
+        "placement_group_strategy": placement_strategy(settings.hosts),
         "request_router_config": RequestRouterConfig(
             request_router_class=EngineRouter,
             request_router_kwargs=settings.routing.rules(settings.engine.max_running),

@@ -10,31 +10,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayError
 
 from dflash_serve import errors, log
 from dflash_serve.config import EngineConfig
 from dflash_serve.cores import usable_cores
 from dflash_serve.engine.client import Port
+from dflash_serve.engine.lines import Lines
 from dflash_serve.engine.messages import Command, Report
 from dflash_serve.engine.pulse import Board
-from dflash_serve.errors import DFlashError, EngineDeadError
+from dflash_serve.engine.sockets import make_key
+from dflash_serve.errors import EngineDeadError
+from dflash_serve.serve.deaths import describe_death, error_of, weigh
 from dflash_serve.serve.gang_checks import check_places
-from dflash_serve.serve.processes import await_exit, is_running, kill
+from dflash_serve.serve.placement import Placement
+from dflash_serve.serve.processes import await_killed, is_running
 from dflash_serve.serve.rank_actor import RUNNER, RankActor, RankPlace
+from dflash_serve.serve.relay import Relays
 from dflash_serve.serve.rundir import RunDir
-from dflash_serve.serve.settings import gpu_share
 
-__all__ = ["RayExecutor", "describe_death"]
+__all__ = ["RayExecutor"]
 
 logger = log.get_logger(__name__)
 
@@ -42,20 +45,15 @@ _CREATE_TIMEOUT_S = 120.0
 _WATCH_S = 1.0
 _CAUSE_GRACE_S = 0.3
 """After a rank failed in a collective, how long to wait for the rank that really caused it."""
-_EXIT_TIMEOUT_S = 10.0
-_STOPPED_TIMEOUT_S = 1.0
-"""How long a killed rank may take before the system kills it: a stopped one hears of nothing."""
 
 
 class RayExecutor:
     """Runs the ranks of one engine as Ray actors (an `Executor`).
 
-    Inside a Serve replica the ranks go into the replica's own placement group, one bundle each;
-    elsewhere the executor makes a group of its own and removes it.
-
     Args:
         config: the engine configuration.
         rank_cpus: CPUs reserved per rank.
+        hosts: over how many hosts the ranks are spread, rank 0 on this one.
         runner: module with `RankSpec`, `run_rank` and `rank_environment`; tests put a stand-in
             here.
 
@@ -66,16 +64,24 @@ class RayExecutor:
     """
 
     def __init__(
-        self, config: EngineConfig, *, rank_cpus: float = 1.0, runner: str = RUNNER
+        self,
+        config: EngineConfig,
+        *,
+        rank_cpus: float = 1.0,
+        hosts: int = 1,
+        runner: str = RUNNER,
     ) -> None:
         # Said once for all ranks: they cannot see how many share the cores.
-        threads = config.threads or max(1, usable_cores() // config.tensor_parallel_size)
+        sharers = config.tensor_parallel_size // hosts
+        threads = config.threads or max(1, usable_cores() // sharers)
         self._config = dataclasses.replace(config, threads=threads)
         self._rank_cpus = rank_cpus
+        self._hosts = hosts
         self._runner = runner
         self._actors: list[ActorHandle] = []
         self._runs: list[ray.ObjectRef] = []
-        self._own_group: PlacementGroup | None = None
+        self._placement: Placement | None = None
+        self._relays: Relays | None = None
         self._run_dir: RunDir | None = None
         self._failure: str | None = None
         self._stopping = threading.Event()
@@ -99,7 +105,7 @@ class RayExecutor:
                 self._create_actors()
             with self._timed("report"):
                 self.places = self._collect_places()
-                check_places(self._config, self.places)
+                check_places(self._config, self.places, self._hosts)
             logger.info("ranks placed: %s", [(p.pid, p.devices) for p in self.places])
             with self._timed("rank_map"):
                 self._run_ranks(str(self._run_dir.path))
@@ -147,9 +153,8 @@ class RayExecutor:
         if self._watcher is not None:
             self._watcher.join()  # the kill has ended what it waits for
             self._watcher = None
-        if self._own_group is not None:
-            ray.util.remove_placement_group(self._own_group)
-            self._own_group = None
+        if self._placement is not None:
+            self._placement.remove()
         if self._run_dir is not None:
             self._run_dir.remove()
             self._run_dir = None
@@ -168,44 +173,31 @@ class RayExecutor:
         return [self._await(answer, rank) for rank, answer in enumerate(answers)]
 
     def _create_actors(self) -> None:
-        group = ray.util.get_current_placement_group() or self._make_group()
-        for rank in range(self._config.tensor_parallel_size):
-            self._actors.append(self._create_actor(rank, group))
-
-    def _create_actor(self, rank: int, group: PlacementGroup) -> ActorHandle:
+        self._placement = Placement(self._config, hosts=self._hosts, rank_cpus=self._rank_cpus)
         options: dict[str, Any] = {
             "num_cpus": self._rank_cpus,
-            "num_gpus": self._gpus_per_rank(),
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank
-            ),
+            "num_gpus": self._placement.gpus_per_rank,
             "runtime_env": {"env_vars": self._environment()},
         }
-        actor: ActorHandle = ray.remote(RankActor).options(**options).remote(rank, self._runner)
+        for rank in range(self._config.tensor_parallel_size):
+            self._actors.append(self._create(RankActor, rank, rank, self._runner, **options))
+
+    def _create(self, kind: type, near: int, *arguments: Any, **options: Any) -> ActorHandle:
+        """An actor on the host of rank `near`; it lives once."""
+        assert self._placement is not None
+        strategy = self._placement.strategy(near)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0} | options
+        actor: ActorHandle = (
+            ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(*arguments)
+        )
         return actor
 
     def _environment(self) -> dict[str, str]:
         module = importlib.import_module(self._runner)
         environment: dict[str, str] = module.rank_environment(self._config, usable_cores())
+        if self._hosts > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment.pop("GLOO_SOCKET_IFNAME", None)  # each rank knows its host's
         return environment
-
-    def _gpus_per_rank(self) -> float:
-        return gpu_share(self._config) if self._config.device == "cuda" else 0
-
-    def _make_group(self) -> PlacementGroup:
-        bundle = {"CPU": self._rank_cpus}
-        if self._gpus_per_rank():
-            bundle["GPU"] = self._gpus_per_rank()
-        bundles = [dict(bundle) for _ in range(self._config.tensor_parallel_size)]
-        self._own_group = ray.util.placement_group(bundles, strategy="STRICT_PACK")
-        if not self._own_group.wait(_CREATE_TIMEOUT_S):
-            raise EngineDeadError(
-                f"Ray found no node with {bundles} free within {_CREATE_TIMEOUT_S:.0f} s; "
-                f"the cluster has {ray.available_resources()} free"
-            )
-        return self._own_group
 
     def _run_ranks(self, run_dir: str) -> None:
         world_size = len(self._actors)
@@ -214,10 +206,30 @@ class RayExecutor:
         # A gang of one has nobody to meet.
         bind = self._actors[0].bind_store.remote
         store_port = self._await(bind(), 0) if world_size > 1 else 0
+        folders, lines = [run_dir] * world_size, None
+        if self._hosts > 1:
+            folders = self._open_relays(run_dir)
+            lines = self._open_lines()
+        store_host = self.places[0].address if lines else "127.0.0.1"
         self._runs = [
-            actor.run.remote(run_dir, self._config, world_size, store_port)
-            for actor in self._actors
+            actor.run.remote(folder, self._config, world_size, store_host, store_port, lines)
+            for actor, folder in zip(self._actors, folders, strict=True)
         ]
+
+    def _open_relays(self, run_dir: str) -> list[str]:
+        """Start a relay on every other host; returns each rank's run folder."""
+        hosts = _by_node(self.places)
+        del hosts[self.places[0].node_id]
+        board = Board(run_dir, len(self.places))
+        self._relays = Relays(self._create, hosts, board, len(self.places))
+        return [self._relays.folder(place.node_id) or run_dir for place in self.places]
+
+    def _open_lines(self) -> Lines:
+        """Have every rank listen, before any of them sends."""
+        key = make_key()
+        opened = [actor.open_inbox.remote(key) for actor in self._actors]
+        echo, *plans = (self._await(inbox, rank) for rank, inbox in enumerate(opened))
+        return Lines(tuple(plans), echo, key)
 
     def _await(self, ref: ray.ObjectRef, rank: int) -> Any:
         try:
@@ -249,8 +261,14 @@ class RayExecutor:
 
     def _await_leaving(self, board: Board) -> None:
         """Give the ranks that still can the time to log where they stand."""
-        pids = [place.pid for place in self.places]
-        board.await_leaving(lambda rank: not is_running(pids[rank]), self._config.hang_timeout_s)
+
+        def gone(rank: int) -> bool:
+            place = self.places[rank]
+            if place.node_id == self.places[0].node_id:
+                return not is_running(place.pid)
+            return board.has_left(rank)
+
+        board.await_leaving(gone, self._config.hang_timeout_s)
 
     def _cause(self) -> str:
         """Text of the failure that explains the others best."""
@@ -274,9 +292,9 @@ class RayExecutor:
         ends = []
         for rank, ref in enumerate(self._runs):
             if ref in done:
-                error = _error_of(ref)
+                error = error_of(ref)
                 left = board is not None and board.has_left(rank)
-                ends.append((2 if left else _weight(error), describe_death(rank, error)))
+                ends.append((2 if left else weigh(error), describe_death(rank, error)))
         return sorted(ends)
 
     def _kill_ranks(self) -> None:
@@ -287,14 +305,26 @@ class RayExecutor:
             self._await_exit()
 
     def _await_exit(self) -> None:
-        """Ray answers a kill before the process is gone; memory is free only after."""
+        """Memory is free only once the processes are gone."""
         here = ray.get_runtime_context().get_node_id()
-        pids = [p.pid for p in self.places if p.node_id == here]
-        # Ray asks the process itself to end, which a stopped one cannot do.
-        kill(await_exit(pids, _STOPPED_TIMEOUT_S))
-        left = await_exit(pids, _EXIT_TIMEOUT_S)
+        pids = {
+            node: [self.places[rank].pid for rank in ranks]
+            for node, ranks in _by_node(self.places).items()
+        }
+        left = await_killed(pids.get(here, ()))
         if left:
             logger.warning("rank processes %s outlived their kill", sorted(left))
+        if self._relays is not None:
+            self._relays.close(pids)
+            self._relays = None
+
+
+def _by_node(places: Sequence[RankPlace]) -> dict[str, list[int]]:
+    """The ranks on each host."""
+    found: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place.node_id, []).append(rank)
+    return found
 
 
 class _ExplainingPort:
@@ -315,31 +345,3 @@ class _ExplainingPort:
         if report is not None and report.fatal is not None:
             report.fatal = self._gang.explain(report.fatal)
         return report
-
-
-def describe_death(rank: int, error: BaseException | None) -> str:
-    """Why a rank ended, in one line: rank, kind, text."""
-    if error is None:
-        return f"rank {rank} stopped by itself"
-    if isinstance(error, RayTaskError):
-        cause = error.cause if error.cause is not None else error
-        return f"rank {rank} failed: {type(cause).__name__}: {cause}"
-    if isinstance(error, RayActorError):
-        return f"rank {rank} died: its process was killed or crashed"
-    return f"rank {rank} failed: {type(error).__name__}: {error}"
-
-
-def _error_of(ref: ray.ObjectRef) -> BaseException | None:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        cause: BaseException = error
-        return cause
-    return None
-
-
-def _weight(error: BaseException | None) -> int:
-    """0 for a death or an error raised on purpose; 1 for what may only be its echo."""
-    if isinstance(error, RayTaskError):
-        return 0 if isinstance(error.cause, DFlashError) else 1
-    return 0 if isinstance(error, RayActorError) else 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from dflash_serve.config import EngineConfig
 from dflash_serve.errors import EngineDeadError
 from dflash_serve.serve.rank_actor import RankPlace
+from dflash_serve.serve.settings import placement_strategy
 
 __all__ = ["check_places", "digest_checkpoints", "free_shm_bytes"]
 
@@ -57,28 +58,35 @@ def _header(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), _MOST_HEADER_BYTES))
 
 
-def check_places(config: EngineConfig, places: Sequence[RankPlace]) -> None:
+def check_places(config: EngineConfig, places: Sequence[RankPlace], hosts: int = 1) -> None:
     """Whether ranks that landed so can work together.
+
+    Args:
+        hosts: over how many hosts they should be spread.
 
     Raises:
         EngineDeadError: they cannot; the text says which differ and what to do.
     """
-    _check_node(places)
+    _check_nodes(places, hosts)
     _check_checkpoints(places)
     if config.device != "cuda":
         return
     _check_gpus(places)
     if not config.share_gpu:
-        _check_distinct([place.devices for place in places])
+        _check_distinct(places)
         _check_shm(places)
 
 
-def _check_node(places: Sequence[RankPlace]) -> None:
-    nodes = {place.node_id for place in places}
-    if len(nodes) > 1:
+def _check_nodes(places: Sequence[RankPlace], hosts: int) -> None:
+    nodes = [place.node_id for place in places]
+    # Equally many on each, neighbours together.
+    firsts = nodes[:: len(nodes) // hosts]
+    wanted = [firsts[rank * hosts // len(nodes)] for rank in range(len(nodes))]
+    if len(set(firsts)) != hosts or nodes != wanted:
         raise EngineDeadError(
-            f"the ranks landed on {len(nodes)} nodes; they must share one: use "
-            "placement_group_strategy STRICT_PACK"
+            f"the ranks landed on {len(set(nodes))} nodes ({', '.join(n[:8] for n in nodes)}); "
+            f"hosts is {hosts}: leave placement_group_strategy out, or use "
+            f"{placement_strategy(hosts)}"
         )
 
 
@@ -107,17 +115,17 @@ def _check_gpus(places: Sequence[RankPlace]) -> None:
         )
 
 
-def _check_distinct(devices: list[tuple[str, ...]]) -> None:
-    flat = [device for per_rank in devices for device in per_rank]
-    if len(flat) != len(devices) or len(set(flat)) != len(flat):
+def _check_distinct(places: Sequence[RankPlace]) -> None:
+    flat = [(place.node_id, device) for place in places for device in place.devices]
+    if len(flat) != len(places) or len(set(flat)) != len(flat):
         raise EngineDeadError(
-            f"each rank needs one GPU of its own, but Ray assigned {devices}; "
+            f"each rank needs one GPU of its own, but Ray assigned {[p.devices for p in places]}; "
             "reserve one GPU per rank, or set share_gpu for a test"
         )
 
 
 def _check_shm(places: Sequence[RankPlace]) -> None:
-    need = _SHM_BYTES_PER_RANK * len(places)
+    need = _SHM_BYTES_PER_RANK * len(places)  # of several hosts, more than each needs
     free = min(place.shm_bytes for place in places)
     if len(places) > 1 and free < need:
         raise EngineDeadError(

@@ -9,9 +9,12 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["await_exit", "descendants", "is_running", "kill"]
+__all__ = ["await_exit", "await_killed", "descendants", "is_running", "kill"]
 
 _POLL_S = 0.02
+_STOPPED_TIMEOUT_S = 1.0
+"""How long a process told to end may take before it is killed: a stopped one hears of nothing."""
+_EXIT_TIMEOUT_S = 10.0
 
 
 def is_running(pid: int) -> bool:
@@ -44,6 +47,19 @@ def await_exit(pids: Iterable[int], timeout_s: float) -> set[int]:
             return left
         time.sleep(_POLL_S)
     return left
+
+
+def await_killed(pids: Iterable[int]) -> set[int]:
+    """Wait for processes that Ray has told to end, and kill those that do not hear of it.
+
+    Ray answers a kill before the process is gone, and its memory is free only after.
+
+    Returns:
+        Those that outlived it.
+    """
+    pids = list(pids)
+    kill(await_exit(pids, _STOPPED_TIMEOUT_S))
+    return await_exit(pids, _EXIT_TIMEOUT_S)
 
 
 def kill(pids: Iterable[int]) -> None:

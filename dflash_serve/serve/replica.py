@@ -218,7 +218,7 @@ class Replica:
         return engine
 
     def _make_executor(self, settings: ModelSettings) -> RayExecutor:
-        return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus)
+        return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus, hosts=settings.hosts)
 
     def _make_text(self, settings: ModelSettings, codec: TextCodec) -> TextEngine:
         return TextEngine(

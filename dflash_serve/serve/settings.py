@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -26,6 +26,8 @@ __all__ = [
     "expand_path",
     "gpu_share",
     "placement_bundles",
+    "placement_strategy",
+    "rank_bundles",
     "replica_names",
 ]
 
@@ -71,6 +73,8 @@ class ModelSettings(_Watched):
         max_ongoing_requests: requests one replica holds, waiting ones included; more are
             refused with HTTP 429. Left out: eight times `engine.max_running`.
         max_queued_requests: requests one ingress keeps while no replica takes them.
+        hosts: hosts each replica is spread over, equally many ranks on each. For models that fit on
+            no single host: every layer waits twice for the network between them.
         rank_cpus: CPUs Ray reserves per rank.
         replica_cpus: CPUs Ray reserves for tokenising and detokenising, per replica.
         gang_failures: gangs of one replica that may die or fail to start in a row, none having
@@ -88,6 +92,7 @@ class ModelSettings(_Watched):
     routing: RoutingSettings = RoutingSettings()
     max_ongoing_requests: int = Field(ge=1)
     max_queued_requests: int = Field(default=64, ge=1)
+    hosts: int = Field(default=1, ge=1)
     rank_cpus: float = Field(default=1.0, gt=0)
     replica_cpus: float = Field(default=0.25, gt=0)
     gang_failures: int = Field(default=3, ge=0)
@@ -119,6 +124,20 @@ class ModelSettings(_Watched):
         if self.autoscaling is None:
             return self.replicas, self.replicas
         return self.autoscaling.min_replicas, self.autoscaling.max_replicas
+
+    @model_validator(mode="after")
+    def _equal_hosts(self) -> Self:
+        ranks = self.engine.tensor_parallel_size
+        if ranks % self.hosts:
+            raise ValueError(
+                f"hosts is {self.hosts} and tensor_parallel_size {ranks}; every host takes equally "
+                "many ranks: give a divisor of it"
+            )
+        if self.hosts > 1 and self.engine.share_gpu:
+            raise ValueError(
+                f"hosts is {self.hosts} and share_gpu is set; ranks that share a GPU share a host"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_count(self) -> Self:
@@ -251,16 +270,31 @@ def replica_names(settings: ServeSettings) -> dict[str, str]:
 
 
 def placement_bundles(settings: ModelSettings, *, gpu: bool) -> list[dict[str, float]]:
-    """Ray resources of one replica: a bundle per rank, the replica's own CPU in the first."""
+    """Ray resources of one replica, the replica's own CPU in the first; see `rank_bundles`."""
     engine = settings.engine
-    bundle = {"CPU": settings.rank_cpus}
+    need = {"CPU": settings.rank_cpus}
     if gpu:
-        bundle["GPU"] = gpu_share(engine)
-        if settings.accelerator_type is not None:
+        need["GPU"] = gpu_share(engine)
+    bundles = rank_bundles(need, engine.tensor_parallel_size, settings.hosts)
+    if gpu and settings.accelerator_type is not None:
+        for bundle in bundles:
             bundle[f"accelerator_type:{settings.accelerator_type}"] = 0.001
-    bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
     bundles[0]["CPU"] += settings.replica_cpus
     return bundles
+
+
+def rank_bundles(need: Mapping[str, float], ranks: int, hosts: int) -> list[dict[str, float]]:
+    """A bundle per rank on one host; on several a bundle per host, for all its ranks."""
+    if hosts == 1:
+        return [dict(need) for _ in range(ranks)]
+    return [
+        {name: amount * (ranks // hosts) for name, amount in need.items()} for _ in range(hosts)
+    ]
+
+
+def placement_strategy(hosts: int) -> str:
+    """How Ray must place these bundles."""
+    return "STRICT_PACK" if hosts == 1 else "STRICT_SPREAD"
 
 
 def gpu_share(engine: EngineConfig) -> float:

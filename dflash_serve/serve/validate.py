@@ -25,6 +25,7 @@ from dflash_serve.serve.settings import (
     ServeSettings,
     describe_unknown_key,
     placement_bundles,
+    placement_strategy,
     replica_names,
 )
 
@@ -199,17 +200,19 @@ def _override_problems(
         except ConfigError as error:
             yield f"{where}.deployments[{name}].{error}"
         strategy = deployment.get("placement_group_strategy")
-        if strategy in _STRATEGIES and strategy != "STRICT_PACK":
+        wanted = placement_strategy(model.hosts)
+        if strategy in _STRATEGIES and strategy != wanted:
             yield (
-                f"{where}.deployments[{name}].placement_group_strategy is {strategy!r}; "
-                "the ranks of one replica share a host: use STRICT_PACK or leave it out"
+                f"{where}.deployments[{name}].placement_group_strategy is {strategy!r}, and hosts "
+                f"is {model.hosts}: use {wanted} or leave it out"
             )
         need = placement_bundles(model, gpu=model.engine.device == "cuda")
         bundles = deployment.get("placement_group_bundles")
         if bundles is not None and len(bundles) != len(need):
             yield (
                 f"{where}.deployments[{name}] has {len(bundles)} placement_group_bundles, but "
-                f"tensor_parallel_size {len(need)} needs {len(need)}; leave them out"
+                f"tensor_parallel_size {model.engine.tensor_parallel_size} on {model.hosts} hosts "
+                f"needs {len(need)}; leave them out"
             )
 
 

@@ -35,9 +35,9 @@ def order(fault: str, pid: int) -> None:
     (Path(os.environ[ORDERS]) / f"{fault}-{pid}").touch()
 
 
-def run_rank(spec: RankSpec, store: Any = None) -> None:
+def run_rank(spec: RankSpec, store: Any = None, inbox: Any = None) -> None:
     """Run the real rank with both seams in place."""
-    real.run_rank(spec, store, _install)
+    real.run_rank(spec, store, _install, inbox)
 
 
 def _install(runner: Runner) -> None:

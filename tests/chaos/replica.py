@@ -13,4 +13,9 @@ class ChaosReplica(Replica):
     """A replica whose ranks misbehave when told to."""
 
     def _make_executor(self, settings: ModelSettings) -> RayExecutor:
-        return RayExecutor(settings.engine, rank_cpus=settings.rank_cpus, runner="tests.chaos.rank")
+        return RayExecutor(
+            settings.engine,
+            rank_cpus=settings.rank_cpus,
+            hosts=settings.hosts,
+            runner="tests.chaos.rank",
+        )

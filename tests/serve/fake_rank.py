@@ -37,13 +37,14 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     store_host: str
     store_port: int
+    lines: Any = None
 
 
 def rank_environment(config: EngineConfig, cores: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores // config.tensor_parallel_size))}
 
 
-def run_rank(spec: RankSpec, store: Any = None) -> None:
+def run_rank(spec: RankSpec, store: Any = None, inbox: Any = None) -> None:
     name = Path(spec.config.target).name
     if name == "broken":
         raise CheckpointError("tensor model.norm.weight is missing; give a whole checkpoint")

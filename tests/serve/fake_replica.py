@@ -18,5 +18,8 @@ class FakeReplica(Replica):
 
     def _make_executor(self, settings: ModelSettings) -> RayExecutor:
         return RayExecutor(
-            settings.engine, rank_cpus=settings.rank_cpus, runner="tests.serve.fake_rank"
+            settings.engine,
+            rank_cpus=settings.rank_cpus,
+            hosts=settings.hosts,
+            runner="tests.serve.fake_rank",
         )

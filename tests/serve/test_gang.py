@@ -9,7 +9,8 @@ from dflash_serve.engine.client import EngineClient
 from dflash_serve.engine.messages import Submit
 from dflash_serve.errors import EngineDeadError
 from dflash_serve.sampling import SamplingParams
-from dflash_serve.serve.gang import RayExecutor, describe_death
+from dflash_serve.serve.deaths import describe_death
+from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.processes import is_running
 from tests.tiny import make_pair
 
@@ -130,7 +131,7 @@ def test_error_while_loading_is_the_reason_given(clean, target, text):
 
 
 def test_gang_that_fits_nowhere_says_so(clean, monkeypatch):
-    monkeypatch.setattr("dflash_serve.serve.gang._CREATE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dflash_serve.serve.placement._TIMEOUT_S", 0.5)
     config = EngineConfig(target="/m/fake", device="cpu", executor="ray")
     ranks = RayExecutor(config, rank_cpus=1000, runner=FAKE)
     with pytest.raises(EngineDeadError, match=r"no node with .*1000.* free within"):

@@ -48,6 +48,19 @@ def test_each_difference_is_named(change, text):
         check_places(config(), places({}, change))
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "bbaa"])
+def test_ranks_of_several_hosts_stand_side_by_side(nodes):
+    spread = [{"node_id": node, "devices": (str(rank % 2),)} for rank, node in enumerate(nodes)]
+    check_places(config(4), places(*spread), hosts=2)
+
+
+@pytest.mark.parametrize("nodes", ["aaaa", "abab", "aaab", "abcd"])
+def test_ranks_spread_otherwise_than_said_are_refused(nodes):
+    spread = [{"node_id": node} for node in nodes]
+    with pytest.raises(EngineDeadError, match=r"hosts is 2: .*STRICT_SPREAD"):
+        check_places(config(4), places(*spread), hosts=2)
+
+
 def test_what_does_not_matter_is_not_asked_for():
     check_places(config(1), places({"shm_bytes": 0}))
     cpu = {"devices": (), "gpus": (), "shm_bytes": 0}

@@ -165,3 +165,23 @@ def test_unknown_key_without_a_near_one_lists_the_known():
     assert describe_unknown_key("q", ["alpha", "beta"], "here") == (
         "unknown key 'q' in here; known keys: alpha, beta"
     )
+
+
+def test_several_hosts_get_a_bundle_each_for_all_their_ranks():
+    made = settings(tensor_parallel_size=8, hosts=2, rank_cpus=2, replica_cpus=0.5)
+    assert placement_bundles(made, gpu=False) == [{"CPU": 8.5}, {"CPU": 8.0}]
+    assert placement_bundles(made, gpu=True)[1] == {"CPU": 8.0, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tensor_parallel_size": 4, "hosts": 3}, "give a divisor"),
+        ({"tensor_parallel_size": 1, "hosts": 2}, "give a divisor"),
+        ({"tensor_parallel_size": 4, "hosts": 2, "share_gpu": True}, "share a host"),
+        ({"hosts": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(changes, text):
+    with pytest.raises(ValidationError, match=text):
+        settings(**changes)

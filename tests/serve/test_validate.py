@@ -67,7 +67,7 @@ def test_good_file_has_no_problems_and_typed_settings(check):
         ),
         (
             lambda c: application(c)["deployments"][0].update(placement_group_strategy="SPREAD"),
-            ["share a host"],
+            ["hosts is 1", "use STRICT_PACK"],
         ),
         (
             lambda c: application(c)["deployments"][0].update(placement_group_bundles=[{"CPU": 1}]),

@@ -12,6 +12,15 @@ import pytest
 
 from dflash_serve.engine.client import Port
 from dflash_serve.engine.consensus import Echo
+from dflash_serve.engine.lines import (
+    EchoReceiver,
+    EchoSender,
+    Inbox,
+    Lines,
+    PlanReceiver,
+    PlanSender,
+    local_lines,
+)
 from dflash_serve.engine.messages import (
     Abort,
     Command,
@@ -28,16 +37,8 @@ from dflash_serve.engine.messages import (
     decode_report,
     encode,
 )
-from dflash_serve.engine.transport import (
-    EchoReceiver,
-    EchoSender,
-    Mailbox,
-    PlanReceiver,
-    PlanSender,
-    QueueChannel,
-    ZmqMailbox,
-    ZmqPort,
-)
+from dflash_serve.engine.sockets import Socket, make_key
+from dflash_serve.engine.transport import Mailbox, QueueChannel, ZmqMailbox, ZmqPort
 from dflash_serve.sampling import MAX_SEED, SamplingParams
 from dflash_serve.scheduler.plan import PrefillChunk, SlotSetup, StepPlan
 
@@ -260,8 +261,9 @@ def test_commands_to_a_dead_peer_block_nobody(tmp_path: Path) -> None:
 
 
 def test_every_follower_gets_every_plan(tmp_path: Path) -> None:
-    sender = PlanSender(str(tmp_path), 4)
-    receivers = [PlanReceiver(str(tmp_path), rank) for rank in (1, 2, 3)]
+    lines = local_lines(str(tmp_path), 4)
+    sender = PlanSender(lines)
+    receivers = [PlanReceiver(lines, rank) for rank in (1, 2, 3)]
     stop = StepPlan(step=-1, stop=True)
     sender.send(PLAN)
     sender.send(stop)
@@ -279,10 +281,11 @@ def test_channels_close_twice_without_harm(tmp_path: Path) -> None:
 
 
 def test_every_followers_echoes_reach_rank_zero_in_its_order(tmp_path: Path) -> None:
-    early = EchoSender(str(tmp_path))
+    lines = local_lines(str(tmp_path), 3)
+    early = EchoSender(lines)
     early.send(Echo(1, 0, 2**64 - 1))  # rank 0 is not there yet
-    receiver = EchoReceiver(str(tmp_path))
-    late = EchoSender(str(tmp_path))
+    receiver = EchoReceiver(lines)
+    late = EchoSender(lines)
     traced = Traced(rank=2, folder="t", path="t/trace-rank2.json")
     for step in range(1, 50):
         early.send(Echo(1, step, step))
@@ -298,3 +301,41 @@ def test_every_followers_echoes_reach_rank_zero_in_its_order(tmp_path: Path) -> 
     assert receiver.receive(0.0) == []
     for end in (early, late, receiver):
         end.close()
+
+
+def test_ranks_on_several_hosts_talk_over_keyed_tcp() -> None:
+    key = make_key()
+    inboxes = [Inbox("127.0.0.1", key) for _ in range(3)]
+    lines = Lines(tuple(i.endpoint for i in inboxes[1:]), inboxes[0].endpoint, key)
+    plans, echoes = PlanSender(lines), EchoReceiver(lines, inboxes[0])
+    followers = [(PlanReceiver(lines, r, inboxes[r]), EchoSender(lines)) for r in (1, 2)]
+    plans.send(PLAN)
+    for rank, (receiver, sender) in enumerate(followers, start=1):
+        assert receiver.receive() == PLAN
+        sender.send(Echo(rank, 3, rank))
+    found: list[Echo] = []
+    while len(found) < 2:
+        arrived = echoes.receive(WAIT_S)
+        assert arrived, "echoes are missing"
+        found += arrived
+    assert sorted(echo.rank for echo in found) == [1, 2]
+    for end in (plans, echoes, *(end for pair in followers for end in pair)):
+        end.close()
+
+
+def test_a_stranger_reaches_no_inbox() -> None:
+    key = make_key()
+    inbox = Inbox("127.0.0.1", key)
+    stranger = Socket(inbox.endpoint, bind=False, kind="PUSH", key=make_key())
+    stranger.send(b"stop")
+    assert inbox.socket.receive(1.0) is None
+    friend = Socket(inbox.endpoint, bind=False, kind="PUSH", key=key)
+    friend.send(b"go on")
+    assert inbox.socket.receive(WAIT_S) == b"go on"
+    for end in (stranger, friend, inbox.socket):
+        end.close()
+
+
+def test_a_socket_that_others_could_reach_needs_a_key() -> None:
+    with pytest.raises(ValueError, match="needs the gang's key"):
+        Socket("tcp://127.0.0.1:*", bind=True, kind="PULL")
