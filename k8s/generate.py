@@ -55,7 +55,7 @@ def models_of(report: ConfigReport) -> list[ModelSettings]:
 
 
 def pods(report: ConfigReport) -> list[tuple[int, int, int]]:
-    """First, fewest and most pods of each model, one pod a replica."""
+    """First, fewest and most replicas of each model, each with a pod for each of its hosts."""
     ranges = []
     for model in models_of(report):
         least, most = model.replica_range
@@ -76,23 +76,25 @@ def drain_s(report: ConfigReport) -> int:
 
 
 def groups(report: ConfigReport) -> str:
-    """The worker groups: one for each model, a pod for each of its replicas."""
+    """The worker groups: one for each model, a pod for each host of its replicas."""
     (settings,) = report.applications.values()
     ingress = settings.ingress_cpus * settings.ingress_replicas
     template = (ROOT / "workergroup.template.yaml").read_text().partition("\n")[2]
     models = models_of(report)
     texts = []
     for model, (first, least, most) in zip(models, pods(report), strict=True):
-        gpus = model.engine.tensor_parallel_size
-        replica = sum(bundle["CPU"] for bundle in placement_bundles(model, gpu=True))
+        gpus = model.engine.tensor_parallel_size // model.hosts
+        bundles = [bundle["CPU"] for bundle in placement_bundles(model, gpu=True)]
+        of_pod = sum(bundles) if model.hosts == 1 else max(bundles)
         name = re.sub(r"[^a-z0-9]+", "-", model.model.lower()).strip("-")
         values = {
             "GROUP": "gpu" if len(models) == 1 else name,
             "REPLICAS": first,
             "MIN": least,
             "MAX": most,
+            "HOSTS": model.hosts,
             "GPUS": gpus,
-            "CPUS": math.ceil(replica + ingress) + SPARE_CPUS,
+            "CPUS": math.ceil(of_pod + ingress) + SPARE_CPUS,
             "MEMORY_GI": MEMORY_GI_PER_GPU * gpus,
             "SHM_GI": SHM_GI_PER_GPU * gpus,
             "GRACE_S": drain_s(report) + GRACE_OVER_DRAIN_S,

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from typing import Any
 
+import msgspec
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import (
     BackPressureError,
@@ -109,12 +110,19 @@ class HandleBackend:
     async def status(self) -> list[ReplicaStatus]:
         """One entry per replica that answers in time."""
         answers = await self._ask_everyone("status")
-        return [
+        found = [
             wire.decode_status(answer)
             for of_model in answers.values()
             for answer in of_model
             if isinstance(answer, bytes)
         ]
+        if self._resumer.closed:  # nothing reaches them from here any more
+            return [msgspec.structs.replace(status, state="leaving") for status in found]
+        return found
+
+    async def drain(self, grace_s: float) -> int:
+        """Stop taking requests; see `Resumer.drain`."""
+        return await self._resumer.drain(grace_s)
 
     def may_sleep(self, model: str) -> bool:
         """Whether the model is scaled to zero while nobody asks for it."""
@@ -274,6 +282,14 @@ class Ingress:
             sleepers=arguments.sleepers,
             sender=own_actor_name(),
         )
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new requests (503) and end what is not done within `grace_s` with an error event.
+
+        Returns:
+            How many requests were ended so.
+        """
+        return await self._backend.drain(grace_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         from dflash_serve.api.app import create_app

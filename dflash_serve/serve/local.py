@@ -1,9 +1,10 @@
-"""Serve a deployment file on this machine, from nothing to a first answer, until Ctrl-C.
+"""Serve a deployment file on this machine, from nothing to a first answer, until a signal.
 
     python -m dflash_serve.serve.local --tp 1 --port 8000
 
 Starts a Ray of its own (without the dashboard, whose processes cost about a gigabyte), deploys,
-waits until the server is ready, prints how to talk to it, and takes everything down again.
+waits until the server is ready, prints how to talk to it, and takes everything down again: on
+Ctrl-C or SIGTERM new requests are refused and those under way may finish.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.errors import ConfigError, DFlashError, EngineDeadError
-from dflash_serve.serve.processes import await_exit, descendants, kill
 from dflash_serve.serve.settings import ModelSettings, ServeSettings, placement_bundles
+from dflash_serve.serve.stopping import drain, stop
 from dflash_serve.serve.token import ensure_token
 
 __all__ = ["main", "serve_locally"]
@@ -40,7 +41,6 @@ _APPLICATION = "dflash"
 _OBJECT_STORE_BYTES = 100_000_000  # nothing large goes through Ray's object store
 _HOST = "127.0.0.1"
 _PORTS_TRIED = 100
-_STOP_TIMEOUT_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,10 @@ def serve_locally(config: Path, *, tp: int | None, port: int | None) -> None:
         _wait_until_running(started)
         _introduce(plan, time.monotonic() - started)
         _say("press Ctrl-C to stop")
-        threading.Event().wait()
+        try:
+            threading.Event().wait()
+        finally:
+            _finish_requests(plan.settings.graceful_shutdown_timeout_s)
     finally:
         _ignore_signals()
         _say("stopping")
@@ -328,30 +331,11 @@ def _say(text: str) -> None:
 # -- stop ------------------------------------------------------------------------------------
 
 
-def stop() -> None:
-    """Take Serve and Ray down, and wait until every process started for them is gone."""
-    ray = sys.modules.get("ray")
-    if ray is None:
-        return
-    processes = descendants(os.getpid())
-    started = ray.is_initialized()
-    if started:
-        _delete_application()
-    ray.shutdown()
-    # Processes of a Ray that was interrupted while it started do not know that they should go.
-    processes |= descendants(os.getpid())
-    kill(await_exit(processes, _STOP_TIMEOUT_S if started else 1.0))
-
-
-def _delete_application() -> None:
-    """Let replicas finish and end their ranks; the rest of Serve goes with Ray.
-
-    `serve.shutdown` would take five seconds more and print a failure that is none.
-    """
-    from ray import serve
-
-    for name in serve.status().applications:
-        serve.delete(name)
+def _finish_requests(grace_s: float) -> None:
+    _say(f"new requests are refused, those under way get {grace_s:g} s; Ctrl-C again ends them")
+    ended = drain(_APPLICATION, grace_s)
+    if ended:
+        _say(f"{ended} requests took longer and ended with an error")
 
 
 def _raise_on_signals() -> None:

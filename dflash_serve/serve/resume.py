@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn, Protocol
 
 from dflash_serve.api.protocol import Delta, GenerationRequest
-from dflash_serve.errors import DFlashError, EngineDeadError
+from dflash_serve.errors import DFlashError, EngineDeadError, UnavailableError
 from dflash_serve.log import get_logger
 from dflash_serve.serve.journal import Journal, ResumeLimits, final_error, too_late
 
@@ -19,6 +19,9 @@ logger = get_logger(__name__)
 
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 0.5
+_DRAIN_POLL_S = 0.05
+_RETRY_AFTER_STOP_S = 10.0
+"""What a client is told to wait before it asks a stopping server again."""
 
 
 class ResumeObserver(Protocol):
@@ -53,19 +56,53 @@ class Resumer:
         self._attempt = attempt
         self._limits = limits
         self._observer = observer
+        self._running = 0
+        self._waits: set[asyncio.Timeout] = set()
+        self._over = False
+        self.closed = False
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Stream one choice; a failure of its engine shows as a pause.
 
         Raises:
+            UnavailableError: the server stops; see `drain`.
             DFlashError: what `final_error` and `too_late` say.
         """
+        if self.closed:
+            raise _stopping()
+        self._running += 1
+        try:
+            async with contextlib.aclosing(self._run(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._running -= 1
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new requests, let those under way finish, and end those that need longer.
+
+        Returns:
+            How many were ended.
+        """
+        self.closed = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while self._running and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self._over = True
+        for wait in self._waits:
+            wait.reschedule(loop.time())
+        return self._running
+
+    async def _run(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         journal = Journal(request, self._limits)
         fruitless = 0
         while True:
+            if self._over:
+                self._end(journal, _stopping())
             try:
                 async with contextlib.aclosing(self._attempt(journal.submission())) as deltas:
-                    while (delta := await _next(deltas, journal)) is not None:
+                    while (delta := await self._next(deltas, journal)) is not None:
                         fruitless = 0
                         self._note_progress(journal)
                         yield journal.record(delta)
@@ -75,11 +112,24 @@ class Resumer:
             except DFlashError as error:
                 self._note_failure(journal, error)
             except TimeoutError:
-                self._end(journal, too_late(journal))
+                self._end(journal, _stopping() if self._over else too_late(journal))
             await _pause(journal, fruitless)
             fruitless += 1
             if journal.failures:
                 self._observer.submitted_again(request.model)
+
+    async def _next(self, deltas: AsyncGenerator[Delta, None], journal: Journal) -> Delta | None:
+        """The next delta, or None at the end.
+
+        Raises:
+            TimeoutError: it did not come in the time the journal allows, or the server stops.
+        """
+        async with asyncio.timeout(0 if self._over else journal.patience_s()) as wait:
+            self._waits.add(wait)
+            try:
+                return await anext(deltas, None)
+            finally:
+                self._waits.discard(wait)
 
     def _note_progress(self, journal: Journal) -> None:
         if journal.pause_s is not None and journal.failures:
@@ -102,17 +152,14 @@ class Resumer:
         raise error from (None if error is journal.cause else journal.cause)
 
 
-async def _next(deltas: AsyncGenerator[Delta, None], journal: Journal) -> Delta | None:
-    """The next delta, or None at the end.
-
-    Raises:
-        TimeoutError: it did not come in the time the journal allows.
-    """
-    async with asyncio.timeout(journal.patience_s()):
-        return await anext(deltas, None)
-
-
 async def _pause(journal: Journal, fruitless: int) -> None:
     """A moment for an engine to come back: longer each time in a row that nothing came of it."""
     delay = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(fruitless, 8)) * random.uniform(0.5, 1.0)
     await asyncio.sleep(min(delay, journal.patience_s()))
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError(
+        "this server is being stopped; send the request to another, or here once it is back",
+        _RETRY_AFTER_STOP_S,
+    )

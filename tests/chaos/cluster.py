@@ -16,8 +16,9 @@ import httpx
 import yaml
 
 from dflash_serve.api.protocol import ReplicaStatus
-from dflash_serve.serve.local import free_port, stop
+from dflash_serve.serve.local import free_port
 from dflash_serve.serve.processes import descendants, is_running
+from dflash_serve.serve.stopping import stop
 from tests.tiny import TinyPair
 
 from .rank import prepare_orders

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from dflash_serve.serve.settings import placement_bundles
+from dflash_serve.serve.settings import ServeSettings, placement_bundles
 from dflash_serve.serve.validate import validate_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,6 +243,36 @@ def test_the_ingress_keeps_a_pod_when_every_model_may_sleep(monkeypatch, tmp_pat
         "workerGroupSpecs"
     ]
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (1, 1, 4)
+
+
+def test_a_gang_over_several_hosts_gets_a_pod_for_each(monkeypatch, tmp_path):
+    text = (ROOT / "deployments" / "qwen3-8b-autoscaling.yaml").read_text()
+    model = yaml.safe_load(text)
+    model["applications"][0]["args"] |= {"hosts": 2, "rank_cpus": 3}
+    model["applications"][0]["args"]["engine"]["tensor_parallel_size"] = 4
+    (tmp_path / "wide.yaml").write_text(yaml.safe_dump(model))
+    monkeypatch.setattr(generate, "DEPLOYMENTS", tmp_path)
+    (group,) = yaml.safe_load(generate.render("wide.yaml"))["spec"]["rayClusterConfig"][
+        "workerGroupSpecs"
+    ]
+    assert group["numOfHosts"] == 2
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits[GPU_RESOURCE] == 2
+    assert 2 * 3 < int(limits["cpu"]) < 4 * 3
+
+
+@pytest.mark.parametrize(("folder", "name"), SERVICES)
+def test_a_silent_host_is_dead_before_its_requests_are(folder, name):
+    """Ray's own values may take a minute, which is half of what a request waits for an engine."""
+    env = {
+        entry["name"]: entry["value"]
+        for entry in cluster_of(folder)["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    check_s = (
+        int(env["RAY_health_check_period_ms"]) + int(env["RAY_health_check_timeout_ms"])
+    ) / 1000
+    patience_s = ServeSettings.model_fields["queue_timeout_s"].default
+    assert check_s * int(env["RAY_health_check_failure_threshold"]) <= patience_s / 4
 
 
 @pytest.mark.parametrize(("folder", "name"), SERVICES)

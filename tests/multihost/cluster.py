@@ -1,4 +1,4 @@
-"""A Ray over several hosts with one replica on one of them."""
+"""A Ray over several hosts with one replica, on one of them or spread over two."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tests.tiny import TinyPair
 
 from .hosts import HEAD_ADDRESS, Hosts
 
-__all__ = ["QUEUE_TIMEOUT_S", "TP", "HostCluster"]
+__all__ = ["QUEUE_TIMEOUT_S", "HostCluster"]
 
-TP = 2
 QUEUE_TIMEOUT_S = 60.0
 _RAY_PORT = 6379
 _HTTP_PORT = 8000
 _CPUS = {"head": 1, "host": 4}
-"""Logical; a replica (2.5) fits on a host and not on the head, and two do not fit on one host."""
+"""Logical; a rank takes one and the replica half of one: what two ranks need fits on a host and
+not on the head, and two replicas do not fit on one host."""
 _ENGINE = ("ray::RankActor", "ray::ServeReplica:dflash:Replica")
 _INGRESS = ("ray::ServeReplica:dflash:Ingress",)
+_HANG_TIMEOUT_S = 3.0
 _START_TIMEOUT_S = 240.0
 _STATUS_TIMEOUT_S = 10.0
 
@@ -40,12 +41,14 @@ class HostCluster:
     Args:
         pair: with a tokenizer beside the target.
         folder: for what Ray writes; with a short name.
+        width: hosts the replica is spread over, two ranks on each.
     """
 
-    def __init__(self, hosts: Hosts, pair: TinyPair, folder: Path) -> None:
+    def __init__(self, hosts: Hosts, pair: TinyPair, folder: Path, *, width: int = 1) -> None:
         self._hosts = hosts
         self._pair = pair
         self._folder = folder
+        self._width = width
         self._backend: Any = None
         self._loop = asyncio.new_event_loop()
         self.url = f"http://127.0.0.1:{_HTTP_PORT}"
@@ -84,7 +87,7 @@ class HostCluster:
         )
 
     def deploy(self) -> None:
-        """Put one replica of `TP` ranks behind an ingress that stands on the head."""
+        """Put one replica behind an ingress that stands on the head."""
         from ray import serve
 
         from dflash_serve.serve.app import assemble
@@ -98,20 +101,26 @@ class HostCluster:
             # only go to the head, which is never cut off.
             until(lambda: self._processes(_INGRESS, 0), "an ingress", _START_TIMEOUT_S)
             for number in self._hosts.numbers:
-                options = [f"--address={HEAD_ADDRESS}:{_RAY_PORT}", f"--num-cpus={_CPUS['host']}"]
-                self._start_node(number, options)
+                self.join(number)
             run.result()
         nodes = len(self._hosts.numbers) + 1
         until(lambda: len(_alive()) == nodes, f"{nodes} nodes", _START_TIMEOUT_S)
         handle = serve.get_deployment_handle("Replica", "dflash")
         limits = ResumeLimits(attempts=1, wait_s=1.0, total_s=1.0)
         self._backend = HandleBackend({MODEL: handle}, limits)
-        until(lambda: self.serving() is not None, "a replica serves", _START_TIMEOUT_S)
+        until(self.homes, "a replica serves", _START_TIMEOUT_S)
+
+    def join(self, number: int) -> None:
+        """Start a host's node; one that was cut off for long has ended itself."""
+        options = [f"--address={HEAD_ADDRESS}:{_RAY_PORT}", f"--num-cpus={_CPUS['host']}"]
+        self._start_node(number, options)
 
     def _settings(self) -> ServeSettings:
         return ServeSettings(
             model=MODEL,
-            engine=tiny_engine(self._pair, TP),  # type: ignore[arg-type]
+            engine=tiny_engine(self._pair, 2 * self._width)  # type: ignore[arg-type]
+            | {"hang_timeout_s": _HANG_TIMEOUT_S},
+            hosts=self._width,
             rank_cpus=1.0,
             ingress_cpus=0.5,
             replica_cpus=0.5,
@@ -120,16 +129,15 @@ class HostCluster:
             resume_attempts=10,
         )
 
-    def serving(self) -> int | None:
-        """The host on which the replica serves, or None."""
+    def homes(self) -> list[int]:
+        """The hosts on which the serving replica's ranks run, rank 0's first; none without one."""
         try:
             statuses = self._statuses()
         except TimeoutError:
-            return None
-        ranks = [
-            rank["pid"] for s in statuses if s.state == "serving" for rank in s.config["ranks"]
-        ]
-        return self._hosts.host_of(ranks[0]) if ranks else None
+            return []
+        pids = [rank["pid"] for s in statuses if s.state == "serving" for rank in s.config["ranks"]]
+        found = [self._hosts.host_of(pid) for pid in pids]
+        return list(dict.fromkeys(number for number in found if number is not None))
 
     def engine_processes(self, number: int) -> set[int]:
         """Processes of replicas and ranks on a host."""

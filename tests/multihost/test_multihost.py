@@ -25,10 +25,11 @@ def test_requests_outlive_the_host_they_ran_on_or_end_with_an_error_event(tmp_pa
         pytest.skip(str(error))
     output = tmp_path / "multihost.json"
     command = [sys.executable, "-m", "tests.multihost", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1140)
     assert done.returncode == 0, done.stdout + done.stderr
-    spare, none = json.loads(output.read_text())
-    assert spare["ends"] == {"finished": spare["hit"]}
-    assert spare["hit"] == 8
-    assert spare["differ"] == 0
+    spare, none, *spread = json.loads(output.read_text())
+    for entry in (spare, *spread):
+        assert entry["ends"] == {"finished": entry["hit"]}
+        assert entry["hit"] == 8
+        assert entry["differ"] == 0
     assert none["ends"] == {"failed": 8}

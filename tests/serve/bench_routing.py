@@ -108,7 +108,7 @@ def compare(
     import ray
     from ray import serve
 
-    from dflash_serve.serve.local import stop
+    from dflash_serve.serve.stopping import stop
     from tests.serve.conftest import free_port
 
     pair = long_pair(folder / "pair", POSITIONS)

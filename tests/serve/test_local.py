@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -5,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -15,6 +17,8 @@ from dflash_serve.serve.validate import BUILDER, MODEL_BUILDER
 from tests.tiny import VALID_VOCAB, make_pair
 
 from .conftest import free_port, write_tokenizer
+from .streams import StreamReader
+from .waiting import until
 
 
 @pytest.fixture
@@ -102,6 +106,24 @@ def stats(by_length):
     return {"stats": {"by_length": counts}}
 
 
+@contextlib.contextmanager
+def served(config):
+    """`make serve` of a file, ready: its process, its URL, the lines it has printed."""
+    port = free_port()
+    command = [sys.executable, "-m", "dflash_serve.serve.local"]
+    command += ["--config", str(config), "--port", str(port)]
+    # In a group of its own, as a shell would start it: Ctrl-C reaches Ray's processes too.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    ) as server:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        yield server, f"http://127.0.0.1:{port}", lines
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_serves_every_model_answers_and_leaves_nothing_after_ctrl_c(config, tmp_path):
@@ -120,17 +142,7 @@ def test_serves_every_model_answers_and_leaves_nothing_after_ctrl_c(config, tmp_
         }
     )
     config.write_text(yaml.safe_dump(raw))
-    command = [sys.executable, "-m", "dflash_serve.serve.local"]
-    command += ["--config", str(config), "--port", str(free_port())]
-    # In a group of its own, as a shell would start it: Ctrl-C reaches Ray's processes too.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    ) as server:
-        lines = []
-        for line in server.stdout:
-            lines.append(line)
-            if "Ctrl-C" in line:
-                break
+    with served(config) as (server, _, lines):
         started = descendants(server.pid)
         os.killpg(server.pid, signal.SIGINT)
         lines += server.stdout
@@ -142,6 +154,44 @@ def test_serves_every_model_answers_and_leaves_nothing_after_ctrl_c(config, tmp_
     assert text.rstrip().endswith("serve: stopped")
     assert started
     assert await_exit(started, 10) == set()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("grace_s", [60, 0.3])
+def test_a_signal_refuses_new_requests_and_gives_the_others_their_grace(config, tmp_path, grace_s):
+    pair = make_pair(tmp_path / "pair")
+    write_tokenizer(Path(pair.target), VALID_VOCAB)
+    raw = yaml.safe_load(config.read_text())
+    engine = {"target": pair.target, "draft": pair.draft, "device": "cpu", "max_model_len": 512}
+    arguments = {"model": "tiny", "engine": engine, "graceful_shutdown_timeout_s": grace_s}
+    raw["applications"][0]["args"] = arguments
+    config.write_text(yaml.safe_dump(raw))
+    body = {"model": "tiny", "prompt": "t3", "ignore_eos": True, "max_tokens": 480}
+    with served(config) as (server, url, lines):
+        streams = [StreamReader(url, body | {"seed": seed}) for seed in range(8)]
+        for stream in streams:
+            assert stream.begun.wait(20)
+        server.send_signal(signal.SIGTERM)
+        if grace_s > 1:
+            short = body | {"max_tokens": 1}
+            refused = until(lambda: refusal(url, short), "new requests are refused", 10)
+            assert refused.headers["retry-after"] == "10"
+            assert "being stopped" in refused.json()["error"]["message"]
+            assert httpx.get(f"{url}/ready", timeout=10).status_code == 503
+        ends = [stream.events(60)[-1] for stream in streams]
+        lines += server.stdout
+        assert server.wait(timeout=60) == 0, "".join(lines)
+    if grace_s > 1:
+        assert [end["choices"][0]["finish_reason"] for end in ends] == ["length"] * 8
+    else:
+        assert {end["error"]["code"] for end in ends} == {"engine_unavailable"}
+        assert "8 requests took longer and ended with an error" in "".join(lines)
+
+
+def refusal(url, body):
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=10)
+    return answer if answer.status_code == 503 else None
 
 
 def test_the_demo_file_is_where_the_default_says():

@@ -64,8 +64,11 @@ class Cluster:
                 yield delta
 
     def generate(self, request, attempts=5, wait_s=5.0, total_s=10.0):
+        return self.resumer(attempts, wait_s, total_s).generate(request)
+
+    def resumer(self, attempts=5, wait_s=5.0, total_s=10.0):
         limits = ResumeLimits(attempts=attempts, wait_s=wait_s, total_s=total_s)
-        return Resumer(self.attempt, limits, self.metrics).generate(request)
+        return Resumer(self.attempt, limits, self.metrics)
 
     def count(self, name):
         lines = self.metrics.page().decode().splitlines()
@@ -267,3 +270,47 @@ async def test_the_first_engine_is_left_before_the_second_is_asked(codec):
     cluster = Watched(codec, engine(codec, 2, die_after=3), engine(codec, 2))
     await whole(cluster.generate(completion()))
     assert running == [[], []]
+
+
+async def begun(resumer):
+    """A stream under way, and its first delta."""
+    deltas = resumer.generate(completion())
+    return deltas, await anext(deltas)
+
+
+async def test_a_stopping_server_refuses_new_requests_and_lets_those_under_way_finish(codec):
+    cluster = Cluster(codec, engine(codec, 1))
+    resumer = cluster.resumer()
+    deltas, first = await begun(resumer)
+    draining = asyncio.create_task(resumer.drain(10.0))
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="being stopped; send the request to another") as no:
+        await whole(resumer.generate(completion()))
+    assert no.value.retry_after_s == 10.0
+    rest = await whole(deltas)
+    assert first.text + rest.text == TEXT
+    assert await draining == 0
+
+
+async def test_what_outlasts_the_grace_ends_with_an_error_and_leaves_the_engine(codec):
+    stuck = engine(codec, 1, hang_after=3)
+    cluster = Cluster(codec, stuck)
+    resumer = cluster.resumer(wait_s=60.0)
+    waiting = asyncio.create_task(whole(resumer.generate(completion())))
+    while not stuck.running:
+        await asyncio.sleep(0.001)
+    assert await resumer.drain(0.1) == 1
+    with pytest.raises(UnavailableError, match="being stopped"):
+        await waiting
+    assert not stuck.running
+
+
+async def test_a_request_without_an_engine_ends_too_when_the_server_stops(codec):
+    cluster = Cluster(codec, *[UnavailableError("none") for _ in range(10_000)])
+    resumer = cluster.resumer(wait_s=60.0)
+    waiting = asyncio.create_task(whole(resumer.generate(completion())))
+    while not cluster.requests:
+        await asyncio.sleep(0.001)
+    assert await resumer.drain(0.05) == 1
+    with pytest.raises(UnavailableError, match="being stopped"):
+        await waiting
