@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .fake_rank import VOCABULARY
+from .waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,6 +70,28 @@ def write_tokenizer(folder: Path, size: int) -> None:
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@contextlib.contextmanager
+def node(ray, cpus: int) -> Iterator[subprocess.Popen]:
+    """A node beside the head, at the same address, run by `ray start --block`."""
+    address = ray.get_runtime_context().gcs_address
+    before = len(alive(ray))
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
+    command += [f"--address={address}", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: len(alive(ray)) > before, "the node is there", 60)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+        until(lambda: len(alive(ray)) <= before, "the node is gone", 90)
+
+
+def alive(ray) -> list[dict]:
+    """Nodes that Ray takes for alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def placement_groups(ray) -> int:

@@ -6,9 +6,6 @@ Both nodes are on this machine and have its address; `tests/multihost` gives eac
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ from dflash_serve.serve.gang import RayExecutor
 from dflash_serve.serve.processes import is_running
 from tests.tiny import make_pair
 
-from .conftest import placement_groups, run_dirs
+from .conftest import node, placement_groups, run_dirs
 from .waiting import until
 
 pytestmark = pytest.mark.ray
@@ -29,23 +26,8 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def second_node(ray_cluster):
-    """A node beside the head, with four logical CPUs."""
-    address = ray_cluster.get_runtime_context().gcs_address
-    before = len(alive(ray_cluster))
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
-    command += [f"--address={address}", "--num-cpus=4", "--object-store-memory=100000000"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until(lambda: len(alive(ray_cluster)) == before + 1, "the second node is there")
+    with node(ray_cluster, cpus=4):
         yield
-    finally:
-        process.terminate()
-        process.wait(30)
-        until(lambda: len(alive(ray_cluster)) == before, "the second node is gone", 60)
-
-
-def alive(ray):
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 @pytest.fixture
