@@ -144,6 +144,14 @@ def _kill_replica(stage: Stage) -> Strike:
     return Strike(hit.at, (*hit.doomed, *ranks))
 
 
+def _kill_controller_and_replica(stage: Stage) -> Strike:
+    """In the same moment: whoever recovers must find what nobody alive lists."""
+    controller = stage.cluster.one("controller")
+    hit = _kill_replica(stage)
+    also = _kill([controller])
+    return Strike(hit.at, (*hit.doomed, *also.doomed))
+
+
 def _kill_one(kind: str) -> Callable[[Stage], Strike]:
     return lambda stage: _kill([stage.cluster.one(kind)])
 
@@ -251,6 +259,7 @@ FAULTS = (
     _engine("stop", "stop rank 0, 1 replica of 2", _signal_rank(0, _STOP), _HANG_PAUSE_S),
     _engine("replica", "kill the replica, 1 of 2", _kill_replica, often=True),
     _engine("controller", "kill the Serve controller", _kill_one("controller")),
+    _engine("both", "kill controller and replica at once", _kill_controller_and_replica, None),
     _engine("gcs", "kill the head's GCS, state in Redis", _lose_gcs, redis=True),
     _engine("gcsback", "kill a replica as the GCS is back", _lose_gcs_then_replica, redis=True),
     Fault("rollout", "roll out a changed setting", "engine", _roll_out, new_ingress=True),
