@@ -1,5 +1,6 @@
 """The whole path with the real engine: a tiny random pair, deployed from a config file."""
 
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,7 @@ def url(ray_cluster, pair, tmp_path_factory):
                     "health_check_period_s": 0.5,
                     "health_check_timeout_s": 4,
                     "graceful_shutdown_timeout_s": 2,
+                    "admin": True,
                 },
             }
         ],
@@ -178,6 +180,21 @@ def undisturbed(url):
         expected = [outcome(answer) for answer in pool.map(lambda b: ask(url, b), bodies)]
     assert expected[2][2] == "stop"
     return bodies, expected
+
+
+@pytest.mark.slow
+def test_a_trace_of_running_steps_has_a_file_for_every_rank_and_changes_no_answer(url, undisturbed):
+    bodies, expected = undisturbed
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, url, body_) for body_ in bodies]
+        order = {"steps": 3, "timeout_s": 60}
+        traced = httpx.post(f"{url}/admin/trace", json=order, timeout=90)
+        assert [outcome(answer.result()) for answer in answers] == expected
+    assert traced.status_code == 200, traced.text
+    paths = [Path(path) for path in traced.json()["paths"]]
+    assert [path.name for path in paths] == ["trace-rank0.json", "trace-rank1.json"]
+    for path in paths:
+        assert json.loads(path.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
