@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import sys
 import time
@@ -134,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds-other", type=int, help="of the other faults; half if left out")
     parser.add_argument("--clients", type=int, default=8, help="streams at a time")
     parser.add_argument("--seed", type=int, default=0, help="of what is left to chance")
+    parser.add_argument(
+        "--haproxy", action="store_true", help="HAProxy in place of Serve's Python proxy"
+    )
     parser.add_argument("--keep", action="store_true", help="keep logs and flight records")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     options = parser.parse_args(arguments)
@@ -147,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             find_redis()
         except FileNotFoundError as error:
             parser.error(str(error))
+    if options.haproxy:
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"  # read when Serve is imported
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     rounds: list[Round] = []
     with contextlib.suppress(KeyboardInterrupt):  # the rounds before it count

@@ -12,10 +12,12 @@ from typing import Literal
 
 import httpx
 
+from dflash_serve.serve.processes import is_running
+
 from .clients import Load
 from .cluster import HANG_TIMEOUT_S, MODEL, TP, Cluster, until
 from .rank import order
-from .redis import kill_gcs, return_gcs
+from .redis import gcs_mib, gcs_pid, kill_gcs, restart_redis, return_gcs
 
 __all__ = ["FAULTS", "Fault", "Stage", "Strike"]
 
@@ -28,6 +30,9 @@ _GCS_AWAY_S = (2.0, 6.0)
 """Least and most seconds until the head's supervisor has started another GCS."""
 _GCS_ANSWER_S = 10.0
 _SCALE_TIMEOUT_S = 120.0
+_REDIS_RESTARTS = 3
+_REDIS_AWAY_S = (0.5, 2.0)
+_REDIS_REST_S = 5.0
 
 Promise = Literal["engine", "front", "leave", "quiet"]
 
@@ -59,11 +64,13 @@ class Strike:
         at: when, in `time.monotonic`.
         doomed: processes that must be gone before the deployment counts as whole again.
         answered: new requests answered while a part was away that serving must do without.
+        grown_mib: what the GCS has grown by, where a fault looks at it.
     """
 
     at: float
     doomed: tuple[int, ...] = ()
     answered: int | None = None
+    grown_mib: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +185,20 @@ def _lose_gcs_then_replica(stage: Stage) -> Strike:
     return Strike(then.at, (*first.doomed, *then.doomed), first.answered)
 
 
+def _restart_redis(stage: Stage) -> Strike:
+    """The Redis that holds the head's state, several times; a GCS that ends with it returns."""
+    now, before, pid = time.monotonic(), gcs_mib(), gcs_pid()
+    answered = 0
+    for _ in range(_REDIS_RESTARTS):
+        restart_redis(stage.rng.uniform(*_REDIS_AWAY_S))
+        time.sleep(_REDIS_REST_S)
+        answered += stage.serves()
+        if not is_running(gcs_pid()):
+            return_gcs()
+    gone = () if gcs_pid() == pid else (pid,)
+    return Strike(now, gone, answered, gcs_mib() - before)
+
+
 def _roll_out(stage: Stage) -> Strike:
     """A changed engine setting: another version of the ingress and of every replica."""
     old = stage.cluster.processes("rank", "replica", "ingress")
@@ -262,6 +283,7 @@ FAULTS = (
     _engine("both", "kill controller and replica at once", _kill_controller_and_replica, None),
     _engine("gcs", "kill the head's GCS, state in Redis", _lose_gcs, redis=True),
     _engine("gcsback", "kill a replica as the GCS is back", _lose_gcs_then_replica, redis=True),
+    _engine("redis", "restart Redis, 3 times", _restart_redis, None, redis=True),
     Fault("rollout", "roll out a changed setting", "engine", _roll_out, new_ingress=True),
     _engine("scale", "scale 1, 3, 1", _scale, None, replicas=1),
     Fault("ingress", "kill the ingress", "front", _kill_one("ingress"), new_ingress=True),

@@ -1,4 +1,4 @@
-"""A Redis for the head's state, and the end and return of the head's GCS.
+"""A Redis for the head's state, its restarts, and the end and return of the head's GCS.
 
 Ray keeps the GCS's tables in Redis when RAY_REDIS_ADDRESS names one. A GCS that was killed is not
 started again by Ray itself: on a cluster the head's supervisor does that, here `return_gcs`.
@@ -18,7 +18,15 @@ from pathlib import Path
 
 from dflash_serve.serve.local import free_port
 
-__all__ = ["find_redis", "gcs_pid", "kill_gcs", "redis_server", "return_gcs"]
+__all__ = [
+    "find_redis",
+    "gcs_mib",
+    "gcs_pid",
+    "kill_gcs",
+    "redis_server",
+    "restart_redis",
+    "return_gcs",
+]
 
 _SERVER = "redis-server"
 _START_TIMEOUT_S = 10.0
@@ -40,6 +48,36 @@ def find_redis() -> str:
     return found
 
 
+class _Redis:
+    """A server that writes every change to a folder, and finds it there when it starts again."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port("127.0.0.1", 29_000 + os.getpid() % 3_000)
+        self._command = [find_redis(), "--bind", "127.0.0.1", "--port", str(self.port)]
+        self._command += ["--dir", str(folder), "--appendonly", "yes", "--save", ""]
+        self._command += ["--appendfsync", "everysec"]
+        self._log = (folder / "redis.log").open("ab")
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+        _await_port(self.port, self._process)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(_STOP_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(_STOP_TIMEOUT_S)
+        self._log.close()
+
+
+_current: list[_Redis] = []
+"""The one that runs; Ray's variable knows of one, too."""
+
+
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     """Run a Redis that writes every change to `folder`, and have Ray use it; gives its address.
@@ -48,23 +86,24 @@ def redis_server(folder: Path) -> Iterator[str]:
         FileNotFoundError: redis-server is not installed.
         TimeoutError: it did not start.
     """
-    program = find_redis()
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port("127.0.0.1", 29_000 + os.getpid() % 3_000)
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
-    persistence = ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
-    log = (folder / "redis.log").open("wb")
-    process = subprocess.Popen([*command, *persistence], stdout=log, stderr=log)
-    address = f"127.0.0.1:{port}"
+    redis = _Redis(folder)
+    _current.append(redis)
+    address = f"127.0.0.1:{redis.port}"
     os.environ["RAY_REDIS_ADDRESS"] = address
     try:
-        _await_port(port, process)
         yield address
     finally:
         del os.environ["RAY_REDIS_ADDRESS"]
-        process.terminate()
-        process.wait(_STOP_TIMEOUT_S)
-        log.close()
+        _current.remove(redis)
+        redis.close()
+
+
+def restart_redis(away_s: float) -> None:
+    """Kill the Redis (SIGKILL) and start it again on what it had written."""
+    (redis,) = _current
+    redis.kill()
+    time.sleep(away_s)
+    redis.start()
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -90,6 +129,13 @@ def gcs_pid() -> int:
     (process,) = _node().all_processes["gcs_server"]
     pid: int = process.process.pid
     return pid
+
+
+def gcs_mib() -> int:
+    """Memory of the head's GCS, MiB."""
+    status = Path(f"/proc/{gcs_pid()}/status").read_text()
+    (resident,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(resident.split()[1]) >> 10
 
 
 def kill_gcs() -> int:

@@ -24,6 +24,7 @@ SERVED_S = 10.0
 _BEGUN_TIMEOUT_S = 60.0
 _WHOLE_TIMEOUT_S = 180.0
 _AFTER_S = 1.0
+_GCS_GROWTH_MIB = 64
 _SETTLE_S = 10.0
 
 
@@ -65,6 +66,7 @@ class Round:
         details: ends that were not wanted, and where texts differ.
         answered_meanwhile: new requests answered while a part was away that serving must do
             without.
+        gcs_grown_mib: memory that the head's GCS has gained, where the fault looks at it.
         machine_load: the one-minute load average.
     """
 
@@ -84,6 +86,7 @@ class Round:
     details: list[str] = dataclasses.field(default_factory=list)
     vitals: dict[str, Any] = dataclasses.field(default_factory=dict)
     answered_meanwhile: int | None = None
+    gcs_grown_mib: int | None = None
     machine_load: float = 0.0
 
 
@@ -179,6 +182,7 @@ def _judge_requests(
     result.hit = len(hit)
     result.pauses_s = [r.pause_after(strike.at) for r in hit if r.end == "finished"]
     result.answered_meanwhile = strike.answered
+    result.gcs_grown_mib = strike.grown_mib
     for record in records:
         if record.end in ("cut", "failed", "refused"):
             result.details.append(f"{record.end}: {record.detail}")
@@ -228,6 +232,8 @@ def _broken(fault: Fault, result: Round) -> list[str]:
         found += _late("no answer", result.served_s, SERVED_S)
     if fault.promise == "quiet" and (result.resumed or result.restarts):
         found.append(f"{result.restarts} restarts, {result.resumed} resumed without a fault")
+    if (result.gcs_grown_mib or 0) > _GCS_GROWTH_MIB:
+        found.append(f"the GCS has grown by {result.gcs_grown_mib} MiB")
     if result.answered_meanwhile == 0:
         found.append("no new request was answered while the fault lasted")
     if fault.pause_s is not None and result.pauses_s:

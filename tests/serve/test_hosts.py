@@ -21,7 +21,7 @@ from tests.tiny import make_pair
 from .conftest import node, placement_groups, run_dirs
 from .waiting import until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def ids(client):
     return {name: [i for e in events for i in e.token_ids] for name, events in found.items()}
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [2, 4])
 def test_ids_are_those_of_a_gang_on_one_host(clean, tmp_path, tp):
     settings = config(tmp_path, tp)
     with started(settings, hosts=1) as (ranks, client):
@@ -90,7 +90,6 @@ def test_ids_are_those_of_a_gang_on_one_host(clean, tmp_path, tp):
     assert not any(is_running(place.pid) for place in ranks.places)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     ("sign", "text"),
